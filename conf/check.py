@@ -1,0 +1,86 @@
+"""Types everything before anything is built: the root by its dataclass, every node by its constructor's signature.
+
+Hydra passes `model.depth=twelve`, `+nrom=rmsnorm` and an interpolation that nobody reads. Here each is a ValueError of
+one line that names the full key, what was found, and the nearest known name.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from typing import Any, get_type_hints
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from conf.schema import AXES, SCALARS
+
+STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` Did you mean X?`, or the known names where none is near."""
+    known = sorted(known)
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+
+
+def check(cfg: DictConfig) -> dict[str, Any]:
+    """The resolved config as plain containers; ValueError, one line, for whatever does not fit."""
+    if unknown := sorted(set(map(str, cfg)) - set(SCALARS) - set(AXES)):
+        raise ValueError(f"{unknown[0]!r} is no key of the config; {nearest(unknown[0], [*SCALARS, *AXES])}")
+    plain: dict[str, Any] = {key: _resolve(cfg, key) for key in map(str, cfg)}
+    for key, scalar in SCALARS.items():
+        _fit(key, plain[key], scalar.metadata["kind"])
+    for axis in AXES:
+        node = plain.get(axis)
+        if node is not None and not isinstance(node, dict):
+            raise ValueError(f"{axis}={node!r} is none of its choices")
+        if node and "_target_" in node:
+            _check_node(axis, node)
+    return plain
+
+
+def _resolve(cfg: DictConfig, key: str) -> Any:
+    """One key with every interpolation below it resolved, so that a broken one is found even where nobody reads it."""
+    try:
+        value = cfg[key]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+    except OmegaConfBaseException as error:
+        found = OmegaConf.to_container(cfg, resolve=False)
+        text = found[key] if isinstance(found, dict) else found
+        full = error.full_key or key
+        raise ValueError(f"{full}: {text!r} does not resolve: {str(error).splitlines()[0]}") from None
+
+
+def _check_node(axis: str, node: dict[str, Any]) -> None:
+    """Every key of a node against the signature of its `_target_`."""
+    try:
+        target: Callable[..., Any] = get_object(node["_target_"])
+    except (InstantiationException, ImportError, ValueError) as error:
+        raise ValueError(f"{axis}._target_={node['_target_']!r} cannot be imported: {_first(error)}") from None
+    constructor = target.__init__ if inspect.isclass(target) else target
+    hints, known = get_type_hints(constructor, include_extras=True), inspect.signature(target).parameters
+    for key, value in node.items():
+        if key in ("_target_", "_partial_"):
+            continue
+        if key not in known:
+            names = [f"{axis}.{name}" for name in node if not name.startswith("_")]
+            raise ValueError(f"{axis}.{key} is no knob of {node['_target_']}; {nearest(f'{axis}.{key}', names)}")
+        _fit(f"{axis}.{key}", value, hints.get(key, Any))
+
+
+def _fit(key: str, value: Any, kind: Any) -> None:
+    try:
+        TypeAdapter(kind, config=STRICT if not hasattr(kind, "__pydantic_config__") else None).validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))
+        said = first["msg"].removeprefix("Input ").removeprefix("Value error, ")
+        raise ValueError(f"{key}{where}={first['input']!r} {said}") from None
+
+
+def _first(error: Exception) -> str:
+    return str(error).splitlines()[0]

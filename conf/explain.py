@@ -1,0 +1,62 @@
+"""Hydra's and OmegaConf's answers to a bad command line, as one line that names the key and the way out."""
+
+import re
+from difflib import get_close_matches
+from typing import Any
+
+from conf.check import nearest
+from conf.help import choices
+from conf.schema import AXES, SCALARS
+
+
+def explain(error: Exception) -> str:
+    """One line for an error of Hydra or OmegaConf; its own first line where the kind is not known."""
+    text = _whole(error)
+    if found := re.search(r"Could not find '(\w+)/([^']+)'", text):
+        axis, choice = found.groups()
+        known = choices(axis)
+        near = get_close_matches(choice, known, n=len(known), cutoff=0.4)
+        ordered = near + [name for name in known if name not in near]
+        return f"{axis}={choice} is no choice of {axis}; choose from {', '.join(ordered)}"
+    if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
+        return f"{found[1]} names several values: add -m (--multirun) to sweep over them, or quote it to mean the text"
+    if found := re.search(r"Could not override '([^']+)'", text):
+        return _unknown(found[1])
+    if found := re.search(r"Key '([^']+)' (?:is not in struct|not in)", text):
+        full = re.search(r"full_key: (\S+)", text)
+        return _unknown(full[1] if full else found[1])
+    if found := re.search(r"(Value '.*' .*)\n\s*full_key: (\S+)", text):
+        return f"{found[2]}: {found[1]}"
+    if found := re.search(r"Error parsing override '(.*)'", text):
+        return f"{found[1]} is no override: write key=value, and quote it for the shell where it holds spaces or ${{}}"
+    return " ".join(text.splitlines()[:1])
+
+
+def _whole(error: BaseException) -> str:
+    """The messages of an error and of what caused it: Hydra puts the full key in either."""
+    said: list[str] = []
+    seen: BaseException | None = error
+    while seen is not None:
+        said.append(str(seen))
+        seen = seen.__cause__
+    return "\n".join(said)
+
+
+def _unknown(key: str) -> str:
+    """An unknown key, with the nearest known one: inside its axis where it has one, else at the top."""
+    axis, _, knob = key.partition(".")
+    if knob and axis in AXES:
+        return f"{key} is no key of the config; {nearest(key, _knobs(axis))}"
+    return f"{key} is no key of the config; {nearest(axis, [*SCALARS, *AXES, 'hydra.run.dir'])}"
+
+
+def _knobs(axis: str) -> list[str]:
+    """Every key that some choice of an axis has."""
+    from omegaconf import OmegaConf
+
+    from conf.help import CONF
+
+    names: dict[str, Any] = {}
+    for choice in choices(axis):
+        names |= dict.fromkeys(map(str, OmegaConf.load(CONF / axis / f"{choice}.yaml")))
+    return [f"{axis}.{name}" for name in names if not name.startswith("_") and name != "defaults"]

@@ -1,0 +1,51 @@
+"""The scalars that every run shares, typed: name, default, range, and the line that `--help` shows."""
+
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+Count = Annotated[int, Field(ge=1)]
+Precision = Literal["auto", "fp32", "bf16-mixed", "fp64"]
+
+
+def _scalar(default: Any, kind: Any, help: str) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": help})
+
+
+@dataclass
+class Run:
+    """The root of the config. A field without `help` is an axis, filled from its folder."""
+
+    seed: int = _scalar(0, Annotated[int, Field(ge=0)], "of the initial matrices, the data's order and dropout")
+    steps: int = _scalar(1000, Count, "optimizer steps")
+    batch: int = _scalar(16, Count, "windows in one optimizer step, over all micro-batches")
+    accumulate: int = _scalar(1, Count, "micro-batches that a step is split into: less memory, the same result")
+    clip: float = _scalar(1.0, Annotated[float, Field(ge=0)], "largest total gradient norm; 0 = no clipping")
+    precision: str = _scalar(
+        "auto", Precision, "auto, fp32, bf16-mixed or fp64; auto = bf16-mixed on a GPU made for it"
+    )
+    threads: int | None = _scalar(None, Count | None, "CPU threads; null = by the rule in training/device.py")
+    log_every: int = _scalar(10, Count, "steps between records of every layer's gradient norm (loss: every step)")
+    val_every: int = _scalar(200, Count, "steps between validations")
+    save_every: int = _scalar(200, Count, "steps between checkpoints")
+    name: str | None = _scalar(None, str | None, "the run's name in titles and W&B; null = its axes")
+    resume: str | None = _scalar(None, str | None, "a run directory to continue, in place")
+    allow_unstable: bool = _scalar(False, bool, "run a combination that the check refuses")
+    norm: Any = None
+    placement: Any = None
+    residual: Any = None
+    init: Any = None
+    ffn: Any = None
+    position: Any = None
+    model: Any = None
+    tokenizer: Any = None
+    data: Any = None
+    optimizer: Any = None
+    schedule: Any = None
+    logger: Any = None
+    recipe: Any = None
+
+
+SCALARS = {f.name: f for f in fields(Run) if f.metadata}
+AXES = [f.name for f in fields(Run) if not f.metadata]

@@ -1,0 +1,42 @@
+"""Cells of the cross product that are traps, refused before anything is built.
+
+Each rule looks at what a combination does (places, coefficients, norms), not at its names, so that a new choice is
+judged the day it is added. `allow_unstable=true` runs what is refused here, since studying failure is the trade.
+"""
+
+from collections.abc import Iterator
+from math import log10
+
+from torch import nn
+
+from model.site import Branch, Site
+from model.transformer import Choices
+
+BRANCHES: tuple[Branch, ...] = ("attention", "ffn")
+
+
+def refusals(choices: Choices, names: dict[str, str], depth: int) -> Iterator[str]:
+    """A line for each trap: both choices by `names` (axis -> choice), the number, and what to use in their place."""
+    sample = choices.norm(8)
+    yield from _skip_growth(choices, names, depth, has_norm=not isinstance(sample, nn.Identity))
+    if getattr(sample, "sees_future", False):
+        yield (
+            f"norm={names['norm']} in a causal model takes its statistics over time, so that in training every "
+            "position sees the future and the training loss is flattered: use norm=layernorm or norm=rmsnorm"
+        )
+
+
+def _skip_growth(choices: Choices, names: dict[str, str], depth: int, has_norm: bool) -> Iterator[str]:
+    """alpha > 1 on a stream that no norm brings back multiplies it by alpha at each such branch: with DeepNorm's
+    alpha under pre-norm by (2N)^(N/2) in all."""
+    sites = [Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES]
+    bare = [site for site in sites if not (has_norm and "sum" in choices.placement.at(site))]
+    alphas = [abs(float(choices.residual(site, 1).alpha)) for site in bare]
+    growth = sum(log10(alpha) for alpha in alphas if alpha > 0)
+    if growth > 0.01:
+        yield (
+            f"placement={names['placement']} with residual={names['residual']} and norm={names['norm']} multiplies the "
+            f"stream by alpha = {alphas[0]:.4g} at each of {len(bare)} branches that no norm follows, about "
+            f"10^{growth:.1f} in all at model.depth={depth} (float32 ends near 10^38.5): use recipe=deepnorm "
+            "(placement=post) or residual=standard"
+        )

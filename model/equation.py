@@ -1,0 +1,63 @@
+"""The comment that cannot lie: a configuration's equation, got by running its `Stream` on symbols."""
+
+from dataclasses import replace
+from itertools import groupby
+
+from torch import nn
+
+from model.placement import Placement
+from model.residual import Coefficient, Method, Residual
+from model.site import Site
+from model.stream import Stream
+
+
+class Symbol(str):
+    """A term that `+`, `*` and a call of `N` or `F` write out in place of computing it."""
+
+    def __add__(self, other: str) -> "Symbol":
+        return Symbol(f"{self!s} + {other!s}")
+
+    def __mul__(self, other: str) -> "Symbol":  # type: ignore[override]
+        return Symbol(f"{self!s} {other!s}" if " + " not in other else f"{self!s} ({other!s})")
+
+
+class Call(nn.Module):
+    """A function of one symbol, by its name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, x: str) -> Symbol:
+        return Symbol(f"{self.name}({x!s})")
+
+
+def _named(residual: Residual) -> Residual:
+    """The coefficients by their letters, but a constant 1, which stays away."""
+
+    def letter(name: str, value: Coefficient) -> Coefficient:
+        return value if isinstance(value, float) and value == 1.0 else Symbol(name)  # type: ignore[return-value]
+
+    alpha, s, beta = (letter(name, getattr(residual, name)) for name in ("alpha", "s", "beta"))
+    return replace(residual, alpha=alpha, s=s, beta=beta)
+
+
+def _branch(site: Site, placement: Placement, method: Method) -> str:
+    places, residual = placement.at(site), _named(method(site, 1))
+    stream = Stream(1, places=places, norm=lambda dim: Call("N"), residual=residual)
+    x = Symbol("x")
+    return f"x <- {stream.write(x, Call('F')(stream.read(x)))}"  # type: ignore[arg-type]
+
+
+def equation(placement: Placement, method: Method, depth: int) -> str:
+    """The whole network in one line: embedding, branches (F is attention, then feed-forward), logits.
+
+    Layers that differ are told apart by their numbers: `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`.
+    """
+    of_layer = [(_branch(Site("attention", layer, depth), placement, method), layer) for layer in range(1, depth + 1)]
+    runs = [(text, [layer for _, layer in run]) for text, run in groupby(of_layer, key=lambda pair: pair[0])]
+    parts = ["x <- N(embedding)"] if "embed" in placement.ends else []
+    for text, layers in runs:
+        parts.append(text if len(runs) == 1 else f"layers {layers[0]}-{layers[-1]}: {text}")
+    parts.append("logits = W N(x)" if "head" in placement.ends else "logits = W x")
+    return ";  ".join(parts)

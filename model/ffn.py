@@ -1,0 +1,60 @@
+"""The feed-forward branch: two matrices, or three with a gate."""
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from model.linear import Linear
+
+Activation = Literal["gelu", "relu", "silu"]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+def hidden_width(dim: int, ratio: float) -> int:
+    """ratio * dim, rounded up to a multiple of 8."""
+    if ratio <= 0:
+        raise ValueError(f"ffn.ratio must be > 0, found {ratio}")
+    return 8 * -(-round(ratio * dim) // 8)
+
+
+class MLP(nn.Module):
+    """F(u) = W_down act(W_up u), hidden width ratio * dim; (batch, time, dim) to the same.
+
+    Source: Vaswani et al. 2017, arXiv 1706.03762, eq. 2; GELU: Hendrycks, Gimpel 2016, arXiv 1606.08415 (exact form).
+    """
+
+    def __init__(
+        self, dim: int, *, bias: bool, dropout: float, activation: Activation = "gelu", ratio: float = 4.0
+    ) -> None:
+        super().__init__()
+        hidden = hidden_width(dim, ratio)
+        self.up = Linear(dim, hidden, role="carry", bias=bias)
+        self.down = Linear(hidden, dim, role="write", bias=bias)
+        self.act, self.dropout = ACTIVATIONS[activation], dropout
+
+    def forward(self, u: Tensor) -> Tensor:
+        y = self.down(self.act(self.up(u)))
+        return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+
+class GatedMLP(nn.Module):
+    """F(u) = W_down (act(W_gate u) * W_up u), hidden width 8/3 dim, so that it has as many parameters as `MLP`.
+
+    Source: Shazeer 2020, arXiv 2002.05202, eq. 6 (SwiGLU: act = silu).
+    """
+
+    def __init__(
+        self, dim: int, *, bias: bool, dropout: float, activation: Activation = "silu", ratio: float = 8 / 3
+    ) -> None:
+        super().__init__()
+        hidden = hidden_width(dim, ratio)
+        self.gate = Linear(dim, hidden, role="gate", bias=bias)
+        self.up = Linear(dim, hidden, role="carry", bias=bias)
+        self.down = Linear(hidden, dim, role="write", bias=bias)
+        self.act, self.dropout = ACTIVATIONS[activation], dropout
+
+    def forward(self, u: Tensor) -> Tensor:
+        y = self.down(self.act(self.gate(u)) * self.up(u))
+        return F.dropout(y, self.dropout, self.training) if self.dropout else y

@@ -1,0 +1,91 @@
+"""The initial matrices: a std by shape (this file), times a gain by role (the residual method).
+
+Roles and sizes are read from the modules, so that a name never decides. Each parameter draws from a generator seeded
+by the run's seed and the parameter's own name: two runs that differ in the norm alone start with the same matrices.
+"""
+
+from collections.abc import Iterable
+from hashlib import blake2b
+from math import sqrt
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from model.linear import Linear
+
+
+class Init(Protocol):
+    def matrix(self, fan_in: int, fan_out: int) -> float:
+        """The std of a hidden matrix."""
+
+    def embedding(self, terms: int) -> float:
+        """The RMS with which each of `terms` embeddings (token, learned position) enters their sum."""
+
+    def head(self, dim: int) -> float:
+        """The std of the output matrix."""
+
+
+class FanIn:
+    """std = 1 / sqrt(fan_in). Embeddings: RMS 1 in sum; head N(0, 1/dim)."""
+
+    def matrix(self, fan_in: int, fan_out: int) -> float:
+        return 1 / sqrt(fan_in)
+
+    def embedding(self, terms: int) -> float:
+        return 1 / sqrt(terms)
+
+    def head(self, dim: int) -> float:
+        return 1 / sqrt(dim)
+
+
+class Xavier(FanIn):
+    """std = sqrt(2 / (fan_in + fan_out)): Glorot, Bengio 2010, eq. 12 (its normal form). The rest as `FanIn`."""
+
+    def matrix(self, fan_in: int, fan_out: int) -> float:
+        return sqrt(2 / (fan_in + fan_out))
+
+
+class Normal:
+    """std everywhere, whatever the width, embeddings and head included: Radford et al. 2019 (GPT-2), N(0, 0.02).
+
+    At small widths this is a strong shrink of every branch (0.02 is 0.16 / sqrt(64)), which hides what depth does to
+    post-norm.
+    """
+
+    def __init__(self, *, std: float = 0.02) -> None:
+        if std <= 0:
+            raise ValueError(f"init.std must be > 0, found {std}")
+        self.std = std
+
+    def matrix(self, fan_in: int, fan_out: int) -> float:
+        return self.std
+
+    def embedding(self, terms: int) -> float:
+        return self.std
+
+    def head(self, dim: int) -> float:
+        return self.std
+
+
+def std_of(linear: Linear, init: Init) -> float:
+    """The std of a matrix: gain * std(fan_in, fan_out). q, k and v are separate matrices, and a key-value head that
+    serves several query heads counts as often as it is used, so that grouping does not change the std."""
+    return linear.gain * init.matrix(linear.in_features, linear.out_features * linear.repeats)
+
+
+def draw_(parameter: Tensor, std: float, *, seed: int, name: str) -> None:
+    """Fill with N(0, std^2), on the CPU in float32, so that every device and dtype starts from the same numbers."""
+    key = int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()) >> 1
+    draw = torch.empty(parameter.shape).normal_(0.0, std, generator=torch.Generator().manual_seed(key))
+    with torch.no_grad():
+        parameter.copy_(draw)
+
+
+def initialise_(modules: Iterable[tuple[str, nn.Module]], init: Init, seed: int) -> None:
+    """Every Linear of the blocks: its matrix by role, shape and gain; its bias zero."""
+    for name, module in modules:
+        if isinstance(module, Linear):
+            draw_(module.weight, std_of(module, init), seed=seed, name=f"{name}.weight")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

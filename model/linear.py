@@ -1,0 +1,26 @@
+"""A matrix that knows its role."""
+
+from typing import Literal
+
+from torch import nn
+
+Role = Literal["score", "carry", "gate", "write"]
+
+
+class Linear(nn.Linear):
+    """y = W x (+ b), W of shape (fan_out, fan_in), with what its initialisation needs to know.
+
+    `role`: score (q, k: they set where attention looks), carry (v, up: what flows through), gate, write (o, down: back
+    to the stream). `gain`: the residual method's factor on the initial std, set by the block. `repeats`: how many
+    query heads share each key-value head; the matrix that acts is then the repeated one, with fan_out * repeats rows.
+    The network initialises it (`model/init.py`); on its own it holds whatever memory held.
+    """
+
+    def __init__(self, fan_in: int, fan_out: int, *, role: Role, bias: bool = False, repeats: int = 1) -> None:
+        super().__init__(fan_in, fan_out, bias=bias)
+        self.role: Role = role
+        self.gain = 1.0
+        self.repeats = repeats
+
+    def reset_parameters(self) -> None:
+        """Nothing: every draw is made once, by name and seed, when the network is whole."""

@@ -1,0 +1,189 @@
+"""What a norm does to one vector.
+
+Every class is called `(dim, *, eps, its own knobs)` and maps (..., dim) to (..., dim). Three rules hold for all:
+statistics and gain are worked in at least float32 (float64 stays float64) and the result is cast last, to the dtype
+that came in; eps stands inside the square root and is 1e-6 unless said otherwise, the same for every norm, so that a
+comparison of norms is not one of eps; a row of zeros gives zeros (or the bias) and finite gradients while eps > 0.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+EPS = 1e-6
+
+
+class Norm(nn.Module):
+    """The base: widen, normalise, cast back. `sees_future` tells whether a position's output in training depends on
+    later positions of its sequence."""
+
+    sees_future = False
+
+    def __init__(self, dim: int, *, eps: float = EPS) -> None:
+        super().__init__()
+        if eps < 0:
+            raise ValueError(f"norm.eps must be >= 0, found {eps}")
+        self.dim, self.eps = dim, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x if x.dtype == torch.float64 else x.float()
+        return self.normalise(wide).to(x.dtype)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, eps={self.eps}"
+
+
+class LayerNorm(Norm):
+    """y = g * (x - mean(x)) / sqrt(var(x) + eps) + b, the variance biased; g = 1 and b = 0 at the start.
+
+    Source: Ba, Kiros, Hinton 2016, arXiv 1607.06450, eq. 4.
+    """
+
+    def __init__(self, dim: int, *, eps: float = EPS) -> None:
+        super().__init__(dim, eps=eps)
+        self.gain = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.dim,), self.gain.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class SimpleRMSNorm(Norm):
+    """y = x / RMS(x), RMS(x) = sqrt(mean(x^2) + eps): RMSNorm without a gain.
+
+    Source: Qin et al. 2023 (TransNormerLLM), arXiv 2307.14995.
+    """
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.dim,), None, self.eps)
+
+
+class RMSNorm(Norm):
+    """y = g * x / RMS(x), RMS(x) = sqrt(mean(x^2) + eps); g = 1 at the start.
+
+    Source: Zhang, Sennrich 2019, arXiv 1910.07467, eq. 4. The paper has no eps; its PyTorch file adds one outside the
+    root, its other code and every language model inside, as here.
+    """
+
+    def __init__(self, dim: int, *, eps: float = EPS) -> None:
+        super().__init__(dim, eps=eps)
+        self.gain = nn.Parameter(torch.ones(dim))
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.dim,), self.gain.to(x.dtype), self.eps)
+
+
+class ZeroRMSNorm(Norm):
+    """y = (1 + w) * x / RMS(x), w = 0 at the start: the parameter is centred on zero, the activation is not.
+
+    Equal to RMSNorm until weight decay acts: it then pulls the gain 1 + w to 1, and RMSNorm's gain to 0. 1 + w is
+    formed in float32 before the cast back, since in bfloat16 the sum would lose small w.
+    Source: Gemma, Qwen3-Next, Qwen3.5 (released code); `optimizer.norm_decay` is the decay that Qwen3-Next gives it.
+    """
+
+    def __init__(self, dim: int, *, eps: float = EPS) -> None:
+        super().__init__(dim, eps=eps)
+        self.weight = nn.Parameter(torch.zeros(dim))
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.dim,), 1 + self.weight.to(x.dtype), self.eps)
+
+
+class BiasedRMSNorm(RMSNorm):
+    """y = g * x / RMS(x) + b. Source: an option of the authors' code of arXiv 1910.07467."""
+
+    def __init__(self, dim: int, *, eps: float = EPS) -> None:
+        super().__init__(dim, eps=eps)
+        self.bias = nn.Parameter(torch.zeros(dim))
+
+    def normalise(self, x: Tensor) -> Tensor:
+        return super().normalise(x) + self.bias.to(x.dtype)
+
+
+class GroupRMSNorm(RMSNorm):
+    """y = g * concat_j( x_j / RMS(x_j) ) over `groups` equal parts x_j of x, one gain of the full width.
+
+    Source: Mamba-2's gated norm (its group size; released code), arXiv 2405.21060.
+    """
+
+    def __init__(self, dim: int, *, eps: float = EPS, groups: int = 4) -> None:
+        super().__init__(dim, eps=eps)
+        if groups < 1 or dim % groups:
+            raise ValueError(f"norm.groups={groups} must divide the width that it normalises ({dim})")
+        self.groups = groups
+
+    def normalise(self, x: Tensor) -> Tensor:
+        parts = F.rms_norm(x.reshape(*x.shape[:-1], self.groups, -1), (self.dim // self.groups,), None, self.eps)
+        return parts.flatten(-2) * self.gain.to(x.dtype)
+
+
+class LearnableEpsRMSNorm(RMSNorm):
+    """y = g * x / sqrt(mean(x^2) + exp(r)), r a learnt scalar that starts at ln(eps), so that the eps stays positive.
+
+    Source: the learnt eps is that of Filter Response Normalization (Singh, Krishnan 2019, arXiv 1911.09737), which
+    takes its absolute value; no language model is known to use it.
+    """
+
+    def __init__(self, dim: int, *, eps: float = EPS) -> None:
+        super().__init__(dim, eps=eps)
+        if eps == 0:
+            raise ValueError("norm.eps must be > 0 where it is learnt, found 0")
+        self.log_eps = nn.Parameter(torch.tensor(eps).log())
+
+    def normalise(self, x: Tensor) -> Tensor:
+        mean_square = x.square().mean(-1, keepdim=True)
+        return x * torch.rsqrt(mean_square + self.log_eps.to(x.dtype).exp()) * self.gain.to(x.dtype)
+
+
+class PartialRMSNorm(RMSNorm):
+    """pRMSNorm: y = g * x / RMS(x_1 .. x_k), k = floor(p * dim) and at least 1: the RMS is estimated on the first part.
+
+    Source: Zhang, Sennrich 2019, arXiv 1910.07467, section 3 (p = 6.25%; the code takes the first int(d * p)).
+    """
+
+    def __init__(self, dim: int, *, eps: float = EPS, p: float = 0.0625) -> None:
+        super().__init__(dim, eps=eps)
+        if not 0 < p <= 1:
+            raise ValueError(f"norm.p must be in (0, 1], found {p}")
+        self.k = max(1, int(dim * p))
+
+    def normalise(self, x: Tensor) -> Tensor:
+        mean_square = x[..., : self.k].square().mean(-1, keepdim=True)
+        return x * torch.rsqrt(mean_square + self.eps) * self.gain.to(x.dtype)
+
+
+class BatchNorm(Norm):
+    """y = g * (x - mean_B(x)) / sqrt(var_B(x) + eps) + b, each feature over batch and time B; running statistics in
+    evaluation.
+
+    In training a position's output depends on later positions and on other sequences: the training loss of a
+    language model is then flattered by the future. It is here to show that, behind `allow_unstable=true`.
+    Source: Ioffe, Szegedy 2015, arXiv 1502.03167, algorithm 1; for its failure in language models Shen et al. 2020
+    (PowerNorm), arXiv 2003.07845.
+    """
+
+    sees_future = True
+    mean: Tensor
+    var: Tensor
+
+    def __init__(self, dim: int, *, eps: float = EPS, momentum: float = 0.1) -> None:
+        super().__init__(dim, eps=eps)
+        self.momentum = momentum
+        self.gain = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim))
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("var", torch.ones(dim))
+
+    def normalise(self, x: Tensor) -> Tensor:
+        gain, bias = self.gain.to(x.dtype), self.bias.to(x.dtype)
+        flat = x.reshape(-1, self.dim)
+        y = F.batch_norm(flat, self.mean, self.var, gain, bias, self.training, self.momentum, self.eps)
+        return y.view_as(x)
+
+
+def none(dim: int) -> nn.Module:
+    """y = x: no norm, at any place."""
+    return nn.Identity()

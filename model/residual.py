@@ -1,0 +1,66 @@
+"""How much: the skip alpha, the inlet s, the gain beta of a branch, and what its initial matrices are multiplied by.
+
+    x <- N_sum(alpha x + beta N_out(F(s N_in(x))))
+
+A method is a function `(site, dim, *, its own knobs)`. A coefficient is a plain float, or a Parameter where the method
+learns it. Gains go by the role of a matrix (`model/linear.py`), never by its name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from model.site import Site
+
+Coefficient = float | nn.Parameter
+
+
+@dataclass(frozen=True)
+class Residual:
+    """alpha, s, beta of one branch, and `gains`: role -> factor on the std of the initial matrix."""
+
+    alpha: Coefficient = 1.0
+    s: Coefficient = 1.0
+    beta: Coefficient = 1.0
+    gains: Mapping[str, float] = field(default_factory=dict)
+
+
+Method = Callable[[Site, int], Residual]
+
+
+def standard(site: Site, dim: int) -> Residual:
+    """alpha = s = beta = 1, no gain: He et al. 2015, arXiv 1512.03385, eq. 1."""
+    return Residual()
+
+
+def gpt2(site: Site, dim: int) -> Residual:
+    """The matrices that write to the stream (o, down) start (2N)^(-1/2) times as large, N blocks.
+
+    Source: Radford et al. 2019 (GPT-2), section 2.3: "a factor of 1/sqrt(N) where N is the number of residual layers",
+    that is 2N in blocks; Megatron-LM's and nanoGPT's scaled init.
+    """
+    return Residual(gains={"write": (2 * site.depth) ** -0.5})
+
+
+def deepnorm(site: Site, dim: int, *, scale_gate: bool = False) -> Residual:
+    """x <- N(alpha x + F(x)), alpha = (2N)^(1/4); v, o, up, down start with Xavier gain beta = (8N)^(-1/4), q and k
+    with gain 1. Both are constants of the depth; beta never appears in the forward pass.
+
+    Source: Wang et al. 2022 (DeepNet), arXiv 2203.00555, figure 2 and table "decoder-only"; its feed-forward has two
+    matrices. With a gated one, `scale_gate` scales the gate too, as GLM-130B's code does; without it the branch keeps
+    the paper's beta^2 (three scaled matrices would make it about beta^3).
+    """
+    beta = (8 * site.depth) ** -0.25
+    gains = {"carry": beta, "write": beta} | ({"gate": beta} if scale_gate else {})
+    return Residual(alpha=(2 * site.depth) ** 0.25, gains=gains)
+
+
+def learned_scalars(site: Site, dim: int, *, alpha: float = 1.0, beta: float = 1.0) -> Residual:
+    """x <- N(alpha x + beta F(x)), alpha and beta one learnt scalar each, a pair for every branch.
+
+    Popular articles call this DeepNorm. It is not: the paper's alpha and beta are constants, and its beta multiplies
+    initial matrices, not the branch (`deepnorm` above; arXiv 2203.00555). The knobs are the starting values.
+    """
+    return Residual(alpha=nn.Parameter(torch.tensor(alpha)), beta=nn.Parameter(torch.tensor(beta)))

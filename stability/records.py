@@ -1,0 +1,247 @@
+"""What a run leaves behind, written and read: one line of `metrics.jsonl`, and a whole run directory as arrays.
+
+Nothing here imports torch or a plotting library, so that a notebook, the report and the tests can all read a run cheaply.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml  # type: ignore[import-untyped, unused-ignore]
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+BLOCK_PARTS = ("attention", "ffn", "norm", "residual")  # these part a block's parameters: their squares add up
+MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
+# Settings that change how a run is watched or executed, never what is learnt: no reason to tell two runs apart.
+UNTOLD = {"name", "threads", "resume", "resume_force", "log_every", "val_every", "probe_every", "save_every", "profile"}
+UNTOLD |= {"logger", "hydra", "study", "recipe"}
+
+
+# ---------------------------------------------------------------------------------------------------- one line, written
+
+
+def metrics_line(record: dict[str, Any]) -> str:
+    """One record as one line of strict JSON, without the line feed.
+
+    Floats keep at most 9 significant digits (every float32 survives that). What is not finite becomes `null` and is
+    named under `"nonfinite"`, since NaN is not JSON: `loss`, `grad_norm.total`, or `ffn[12]` for layer 12 of
+    `grad_norm.ffn` (layers count from 1). Whatever has a `tolist` (an array, a tensor) is written as its list.
+    """
+    nonfinite: list[str] = list(record.get("nonfinite", []))
+    clean = {key: _finite(value, key, nonfinite) for key, value in record.items() if key != "nonfinite"}
+    if nonfinite:
+        clean["nonfinite"] = nonfinite
+    return json.dumps(clean, allow_nan=False)
+
+
+def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _finite(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        part = name.removeprefix("grad_norm.")
+        return [_finite(item, f"{part}[{layer}]", nonfinite) for layer, item in enumerate(value, start=1)]
+    if not isinstance(value, float):
+        return value
+    if not math.isfinite(value):
+        nonfinite.append(name)
+        return None
+    return float(f"{value:.9g}")
+
+
+# -------------------------------------------------------------------------------------------------- a directory, read
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A run directory in memory. Losses are in nats per token; what was not finite, or not written, is nan.
+
+    `step` and the arrays beside it have one entry per optimizer step; `val_step`, `val_loss` one per validation;
+    `layer_step`, `embed`, `head` one per step on which every layer was measured, and `layers[part]` has the shape
+    (len(layer_step), depth): row i is `layer_step[i]`, column j is layer j + 1. `layers["block"]` is the gradient norm
+    of the block as a whole. `skipped` is true where the gradient was not finite and the step not taken.
+    """
+
+    directory: Path
+    config: dict[str, Any]
+    summary: dict[str, Any] | None
+    step: NDArray[np.int64]
+    loss: Array
+    lr: Array
+    grad_norm_total: Array
+    clip_coefficient: Array
+    skipped: NDArray[np.bool_]
+    val_step: NDArray[np.int64]
+    val_loss: Array
+    layer_step: NDArray[np.int64]
+    layers: dict[str, Array]
+    embed: Array
+    head: Array
+    notes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return str((self.summary or {}).get("name") or self.config.get("name") or self.directory.resolve().name)
+
+    @property
+    def verdict(self) -> str:
+        return str((self.summary or {}).get("verdict") or "no verdict")
+
+    @property
+    def depth(self) -> int:
+        return int(self.layers["block"].shape[1])
+
+
+def read(directory: str | Path) -> Run:
+    """Read a run directory, finished or not.
+
+    A missing summary or config, and a line cut short by a crash, are put up with and said in `notes`. A step that
+    stands twice (written before and after a resume) counts once: the later line wins.
+
+    Raises ValueError if the directory is no run, or if its layer arrays disagree about the depth.
+    """
+    directory = Path(directory)
+    if not (directory / "metrics.jsonl").is_file() and not (directory / "summary.json").is_file():
+        raise ValueError(
+            f"{directory} is not a run directory: a run holds metrics.jsonl, summary.json and config.yaml"
+            + ("" if directory.is_dir() else " (there is no such directory)")
+        )
+    notes: list[str] = []
+    records = list(_lines(directory / "metrics.jsonl", notes))
+    summary = _document(directory / "summary.json", notes)
+    config = _document(directory / "config.yaml", notes)
+
+    steps = _by_step(record for record in records if "loss" in record)
+    validations = _by_step(record for record in records if "val_loss" in record)
+    measured = [record for record in steps if any(isinstance(part, list) for part in _norms(record).values())]
+    return Run(
+        directory=directory,
+        config=config or {},
+        summary=summary,
+        step=_step(steps),
+        loss=_numbers(record["loss"] for record in steps),
+        lr=_numbers(record.get("lr") for record in steps),
+        grad_norm_total=_numbers(_norms(record).get("total") for record in steps),
+        clip_coefficient=_numbers(record.get("clip_coefficient") for record in steps),
+        skipped=np.array([bool(record.get("skipped")) for record in steps], dtype=bool),
+        val_step=_step(validations),
+        val_loss=_numbers(record["val_loss"] for record in validations),
+        layer_step=_step(measured),
+        layers=_layers(measured, directory),
+        embed=_numbers(_norms(record).get("embed") for record in measured),
+        head=_numbers(_norms(record).get("head") for record in measured),
+        notes=tuple(notes),
+    )
+
+
+def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        notes.append(f"{path.name} is missing: the run took no step")
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+                record["step"] = int(record["step"])
+            except (ValueError, TypeError, KeyError):
+                notes.append(f"line {number} of {path.name} is cut short or no record: dropped")
+            else:
+                yield record
+
+
+def _document(path: Path, notes: list[str]) -> dict[str, Any] | None:
+    """A JSON or YAML file that holds one mapping, or None with a note (JSON is read as JSON: YAML takes 1e-05 for text)."""
+    if not path.is_file():
+        notes.append(f"{path.name} is missing")
+        return None
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        document = None
+    if not isinstance(document, dict):
+        notes.append(f"{path.name} cannot be read: ignored")
+        return None
+    return document
+
+
+def _by_step(records: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
+    latest = {record["step"]: record for record in records}
+    return [latest[step] for step in sorted(latest)]
+
+
+def _norms(record: dict[str, Any]) -> dict[str, Any]:
+    return record.get("grad_norm") or {}
+
+
+def _step(records: list[dict[str, Any]]) -> NDArray[np.int64]:
+    return np.array([record["step"] for record in records], dtype=np.int64)
+
+
+def _numbers(values: Iterator[Any]) -> Array:
+    return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _layers(records: list[dict[str, Any]], directory: Path) -> dict[str, Array]:
+    parts = [part for part in BLOCK_PARTS + MATRICES if any(_norms(record).get(part) for record in records)]
+    depths = {len(_norms(record)[part]) for record in records for part in parts if _norms(record).get(part)}
+    if len(depths) > 1:
+        raise ValueError(f"{directory}/metrics.jsonl mixes runs of different depths: {sorted(depths)} layers")
+    depth = depths.pop() if depths else 0
+    absent = [None] * depth
+    layers = {part: np.array([_norms(r).get(part) or absent for r in records], dtype=np.float64) for part in parts}
+    squares = [layers[part] ** 2 for part in BLOCK_PARTS if part in layers]
+    layers["block"] = np.sqrt(sum(squares)) if squares else np.full((len(records), depth), math.nan)
+    return layers
+
+
+# ------------------------------------------------------------------------------------------------------- many, told apart
+
+
+def label(runs: Sequence[Run]) -> list[str]:
+    """A short label for each run from all that differs between them: `placement=post model.depth=24`.
+
+    Axes come first, then the other settings, left out where an axis already implies them. Everything that differs is
+    said, so that a comparison of two things at once does not pass for a comparison of one. Runs that differ in nothing
+    get their names, and their directories where the names are the same.
+    """
+    axes = [dict((run.summary or {}).get("axes") or {}) for run in runs]
+    changed = _differing(axes)
+    settings = [
+        {key: value for key, value in _leaves(run.config) if not {key, key.split(".")[0]} & {*UNTOLD, *changed}}
+        for run in runs
+    ]
+    facts = [{**own, **axis} for own, axis in zip(settings, axes, strict=True)]
+    told = changed + [key for key in _differing(settings) if key not in changed]
+    labels = [" ".join(f"{key}={_short(fact[key])}" for key in told if key in fact) for fact in facts]
+    for more in ([run.name for run in runs], [str(run.directory) for run in runs]):
+        labels = [f"{own} {extra}".strip() if labels.count(own) > 1 or not own else own
+                  for own, extra in zip(labels, more, strict=True)]  # fmt: skip
+    return labels
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(node, dict):
+        yield path, node
+        return
+    for key, value in node.items():
+        if not str(key).startswith("_"):  # Hydra's own: _target_, _partial_
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+
+
+def _differing(facts: Sequence[dict[str, Any]]) -> list[str]:
+    keys = dict.fromkeys(key for fact in facts for key in fact)  # a dict, to keep the order
+    return [key for key in keys if any(fact.get(key) != facts[0].get(key) for fact in facts)]
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value).replace(" ", "")

@@ -1,0 +1,105 @@
+"""What became of a run, in one word and one sentence.
+
+- `diverged`: the loss or the gradient was not finite for 3 steps in a row (or at the last step, or in validation), or
+  the loss stayed more than 0.1 above that of the first step for max(20, a tenth of the run) steps in a row.
+- `stalled`: the mean loss of the last max(10, a tenth of the run) steps is above the unigram entropy of the training
+  text minus 0.1: the run learnt which tokens are frequent and nothing of their order. This is how post-norm fails: no
+  explosion, a plateau with a vanishing gradient.
+- `spiky`: at least two steps with a loss 7 standard deviations above the mean of the (up to) 1,000 steps before, or a
+  step that was skipped because its gradient was not finite.
+- `too_short`: under 50 steps, where none of this can be told.
+- `stable`: none of these.
+- `interrupted`: a signal ended it; `failed`: an error did.
+
+A stall is not judged where the text's known entropy (a synthetic source) lies within 0.1 of the unigram entropy: there
+is then nothing to learn beyond it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+PATIENCE = 3  # non-finite steps in a row
+ABOVE = 0.1  # nats above the first loss that count as above
+MARGIN = 0.1  # nats below the unigram entropy that count as learning
+SHORTEST = 50  # steps under which nothing is judged
+SIGMAS, WINDOW, ENOUGH = 7.0, 1000, 30  # OLMo 2's spike score, and the fewest steps that make a mean
+
+
+@dataclass
+class Watch:
+    """The judgement that can stop a run: fed each step in order, it answers with a sentence once the run diverged."""
+
+    steps: int
+    first_loss: float | None = None
+    first_bad_step: int | None = None
+    bad: int = 0
+    above: int = 0
+
+    def see(self, step: int, loss: float, finite: bool) -> str | None:
+        """`finite`: whether loss and gradient were. `first_bad_step` is where the present stretch began."""
+        if not finite:
+            self.first_bad_step = step if self.bad == 0 else self.first_bad_step
+            self.bad += 1
+            if self.bad >= PATIENCE or step >= self.steps:
+                return f"loss or gradient not finite from step {self.first_bad_step} on"
+            return None
+        self.bad = 0
+        if self.first_loss is None:
+            self.first_loss = loss
+        stretch = max(20, self.steps // 10)
+        self.above = self.above + 1 if loss > self.first_loss + ABOVE else 0
+        if self.above >= stretch:
+            self.first_bad_step = step - stretch + 1
+            return (
+                f"loss above its start ({self.first_loss:.3f}) for {stretch} steps from step {self.first_bad_step} on"
+            )
+        return None
+
+
+def spikes(loss: np.ndarray) -> np.ndarray:
+    """Which values stand at least 7 standard deviations above the mean of the up to 1,000 finite values before them
+    (at least 30): the marks of OLMo 2's spike score (arXiv 2501.00656, section 3.1), with the deviation taken over the
+    same window as the mean, which the paper leaves open. Shape as `loss`; a value that is not finite is no spike."""
+    finite = np.isfinite(loss)
+    filled = np.where(finite, loss, 0.0).astype(np.float64)
+    counts, sums, squares = (np.concatenate([[0.0], np.cumsum(a)]) for a in (finite, filled, filled**2))
+    end = np.arange(len(loss))
+    start = np.maximum(0, end - WINDOW)
+    n = counts[end] - counts[start]
+    some = np.maximum(n, 1)
+    mean = (sums[end] - sums[start]) / some
+    std = np.sqrt(np.maximum((squares[end] - squares[start]) / some - mean**2, 0))
+    return finite & (n >= ENOUGH) & (filled > mean + SIGMAS * std) & (std > 0)
+
+
+def tail(loss: np.ndarray, steps: int) -> float:
+    """The mean of the finite losses among the last max(10, a tenth of the run); nan where there is none."""
+    last = loss[-max(10, steps // 10) :]
+    last = last[np.isfinite(last)]
+    return float(last.mean()) if last.size else float("nan")
+
+
+def judge(
+    loss: np.ndarray,
+    skipped: np.ndarray,
+    *,
+    steps: int,
+    unigram_entropy: float,
+    floor: float | None = None,
+    diverged: str | None = None,
+) -> tuple[str, str]:
+    """(verdict, reason) of a finished run: `loss` and `skipped` by step, `diverged` what `Watch` said."""
+    if diverged:
+        return "diverged", diverged
+    if len(loss) < SHORTEST:
+        return "too_short", f"{len(loss)} steps; {SHORTEST} are needed to tell"
+    final = tail(loss, steps)
+    learnable = floor is None or floor < unigram_entropy - MARGIN
+    if learnable and not final < unigram_entropy - MARGIN:
+        return "stalled", f"final loss {final:.3f} is not below the unigram entropy {unigram_entropy:.3f} by {MARGIN}"
+    count, lost = int(spikes(loss).sum()), int(skipped.sum())
+    if count >= 2 or lost:
+        return "spiky", f"{count} loss spikes and {lost} skipped steps in {len(loss)}"
+    below = f", {unigram_entropy - final:.3f} below the unigram entropy" if learnable else ""
+    return "stable", f"final loss {final:.3f}{below}; no spikes"

@@ -1,0 +1,93 @@
+"""What is said before the first step: the equation, its constants, the initial matrices, the data, the machine."""
+
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from data.tokens import Tokens
+from model.block import Branch
+from model.equation import equation
+from model.init import std_of
+from model.linear import Linear
+from model.transformer import Choices, Transformer
+from training import device as machine
+
+SHOWN = (
+    "norm",
+    "placement",
+    "residual",
+    "init",
+    "ffn",
+    "position",
+    "model",
+    "data",
+    "tokenizer",
+    "optimizer",
+    "schedule",
+)
+
+
+def describe(
+    model: Transformer,
+    choices: Choices,
+    plain: dict[str, Any],
+    axes: dict[str, str],
+    tokens: Tokens,
+    device: str,
+    directory: Path,
+) -> tuple[str, dict[str, Any]]:
+    """(The lines that a run prints when it starts, the facts that its summary repeats.)"""
+    line = equation(choices.placement, choices.residual, model.depth)
+    name = plain["name"] or f"{axes['norm']} {axes['placement']} {axes['residual']}"
+    facts = {
+        "name": name,
+        "depth": model.depth,
+        "axes": axes,
+        "equation": line,
+        "unigram_entropy": tokens.unigram_entropy,
+        "floor": tokens.floor,
+    }
+    size = sum(parameter.numel() for parameter in model.parameters())
+    floor = f", true entropy {tokens.floor:.4f}" if tokens.floor is not None else ""
+    rows = {
+        "run": f"{name}  ->  {directory}",
+        "choices": "  ".join(f"{axis}={axes[axis]}" for axis in SHOWN),
+        "equation": line,
+        "constants": _coefficients(model),
+        "initial std": _stds(model, choices),
+        "model": f"{size:,} parameters, depth {model.depth}, width {model.dim}, context {model.context}",
+        "data": f"{tokens.name}, hash {tokens.hash}, vocabulary {tokens.vocab}, "
+        f"unigram entropy {tokens.unigram_entropy:.4f} nats{floor}",
+        "": "\n".join(tokens.notes),
+        "machine": f"{device}, {machine.precision(plain['precision'], device)}, {torch.get_num_threads()} CPU threads",
+    }
+    width = max(map(len, rows)) + 2
+    lines = [f"{key:<{width}}{part}" for key, text in rows.items() for part in text.splitlines()]
+    return "\n".join(lines), facts
+
+
+def _coefficients(model: Transformer) -> str:
+    branches = [module for module in model.modules() if isinstance(module, Branch)]
+    said = []
+    for letter in ("alpha", "s", "beta"):
+        values = [getattr(branch.stream, letter) for branch in branches]
+        learnt = ", learnt" if isinstance(values[0], nn.Parameter) else ""
+        said.append(f"{letter} = {_span([float(value) for value in values])}{learnt}")
+    return "  ".join(said)
+
+
+def _stds(model: Transformer, choices: Choices) -> str:
+    stds: dict[str, list[float]] = {}
+    for name, module in model.blocks.named_modules():
+        if isinstance(module, Linear):
+            stds.setdefault(f"{name.rpartition('.')[2]} ({module.role})", []).append(std_of(module, choices.init))
+    return "  ".join(f"{name} {_span(values)}" for name, values in stds.items())
+
+
+def _span(values: list[float]) -> str:
+    """One number where all are equal, else the first and the last."""
+    first, last = values[0], values[-1]
+    return f"{first:.4g}" if all(isclose(value, first) for value in values) else f"{first:.4g} .. {last:.4g}"

@@ -1,0 +1,86 @@
+"""What the run runs on: device, precision, threads, and the record of all that in `environment.json`."""
+
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+PACKAGES = ("torch", "lightning", "hydra-core", "datasets", "tokenizers", "wandb", "numpy")
+LightningPrecision = Literal["32-true", "bf16-mixed", "64-true"]
+
+
+def accelerator() -> Literal["cuda", "mps", "cpu"]:
+    """The best of what is there."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def precision(asked: str, device: str) -> LightningPrecision:
+    """auto: bf16-mixed on a CUDA device with bf16 matrix units (compute capability 8.0 and up), float32 elsewhere."""
+    if asked == "auto":
+        native = device == "cuda" and torch.cuda.get_device_capability() >= (8, 0)
+        return "bf16-mixed" if native else "32-true"
+    if asked == "fp64" and device == "mps":
+        raise ValueError("precision=fp64 does not exist on MPS: use precision=fp32")
+    known: dict[str, LightningPrecision] = {"fp32": "32-true", "bf16-mixed": "bf16-mixed", "fp64": "64-true"}
+    return known[asked]
+
+
+def threads(asked: int | None, *, tokens: int, dim: int) -> int:
+    """CPU threads: as asked, else one for each 2^16 elements of the stream in a micro-batch, from 1 to the cores.
+
+    Below that size handing work over costs more than it saves. A rule of shape and cores, never measured at run time:
+    bit equality of two runs is promised at equal threads.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return asked or max(1, min(cores, tokens * dim // 2**16))
+
+
+def peak_memory(device: str) -> int:
+    """Bytes: the device allocator's peak on CUDA, the process's resident peak elsewhere."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def environment(device: str, corpus: dict[str, Any]) -> dict[str, Any]:
+    """What a run's numbers depend on beside its config."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "git": _revision(),
+        "corpus": corpus,
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _revision() -> str | None:
+    """The commit of this checkout, with `+` where files differ from it; None outside git."""
+    here = Path(__file__).parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

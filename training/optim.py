@@ -1,0 +1,39 @@
+"""The optimizer and what decays."""
+
+from collections import defaultdict
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch.optim import AdamW
+
+from model.inventory import Kind, inventory
+from model.transformer import Transformer
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+def adamw(
+    model: Transformer,
+    *,
+    lr: Positive = 1e-3,
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95],  # noqa: B006 (never changed)
+    eps: Positive = 1e-8,
+    weight_decay: NonNegative = 0.1,
+    norm_decay: NonNegative = 0.0,
+) -> AdamW:
+    """theta <- theta - lr (m^ / (sqrt(v^) + eps) + lambda theta), lambda by what the parameter is.
+
+    lambda is `weight_decay` for matrices, `norm_decay` for norm gains, and 0 for biases, embeddings (a tied matrix is
+    one) and learnt coefficients. Qwen3-Next decays its zero-centred gains; decaying a plain gain pulls it to 0.
+    Fused, since the fused kernel alone takes `found_inf` and skips a non-finite step on the device.
+    Source: Loshchilov, Hutter 2017, arXiv 1711.05101, algorithm 2.
+    """
+    decay: dict[Kind, float] = {"matrix": weight_decay, "norm": norm_decay}
+    groups: dict[float, list[torch.nn.Parameter]] = defaultdict(list)
+    for entry in inventory(model):
+        groups[decay.get(entry.kind, 0.0)].append(entry.parameter)
+    listed = [{"params": parameters, "weight_decay": value} for value, parameters in groups.items()]
+    return AdamW(listed, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=True)

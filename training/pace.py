@@ -1,0 +1,125 @@
+"""When: validations, checkpoints, and what the terminal shows meanwhile."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, TQDMProgressBar
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from training.recorder import Recorder
+from training.task import Task, next_token_loss
+
+
+class Pace(Callback):
+    """Validates before the first step, every `val_every` and after the last, always over the same windows; saves every
+    `save_every` and at the end, `last.ckpt` and, where the validation loss is the lowest so far, `best.ckpt`.
+
+    Weights that are not finite are never saved, nor is anything once the run has diverged.
+    """
+
+    def __init__(self, directory: Path, loader: DataLoader[Tensor], *, val_every: int, save_every: int) -> None:
+        self.directory, self.loader, self.val_every, self.save_every = directory, loader, val_every, save_every
+
+    def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
+        assert isinstance(task, Task)
+        if trainer.global_step == 0:
+            self._validate(trainer, task)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, task: pl.LightningModule, *_: Any) -> None:
+        assert isinstance(task, Task)
+        step, index = trainer.global_step, trainer.fit_loop.epoch_loop.batch_idx
+        if (index + 1) % task.accumulate:
+            return
+        last = step >= task.steps or trainer.should_stop
+        if step % self.val_every == 0 or step >= task.steps:
+            self._validate(trainer, task)
+        if (step % self.save_every == 0 or last) and not task.recorder.reason:
+            self._save(trainer, task, "last")
+
+    def _validate(self, trainer: pl.Trainer, task: Task) -> None:
+        recorder, model, step = task.recorder, task.model, trainer.global_step
+        recorder.flush()
+        recorder.pause()
+        model.eval()
+        with torch.no_grad(), trainer.precision_plugin.val_step_context():
+            batches = [windows.to(task.device) for windows in self.loader]
+            total = torch.stack([next_token_loss(model, windows) * len(windows) for windows in batches]).sum()
+        model.train()
+        loss = total.item() / sum(len(windows) for windows in batches)
+        lowest = min((value for _, value in recorder.val_loss), default=float("inf"))
+        recorder.validation(step, loss)
+        if loss < lowest and step and not recorder.reason:
+            self._save(trainer, task, "best")
+
+    def _save(self, trainer: pl.Trainer, task: Task, name: str) -> None:
+        task.recorder.flush()
+        task.recorder.pause()
+        if task.recorder.reason or not _finite(task.model):
+            return
+        self.directory.mkdir(exist_ok=True)
+        unfinished = self.directory / f".{name}.unfinished"
+        trainer.save_checkpoint(unfinished)
+        os.replace(unfinished, self.directory / f"{name}.ckpt")
+
+
+def _finite(model: torch.nn.Module) -> bool:
+    norms = torch._foreach_norm([parameter.detach() for parameter in model.parameters()])
+    return bool(torch.isfinite(torch.stack(norms)).all())
+
+
+class Signals(Callback):
+    """SIGINT and SIGTERM end the run after the step under way; a second one ends it at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self.received:
+                os._exit(128 + number)
+            self.received = number
+            trainer.should_stop = True
+            print(f"\\n{signal.Signals(number).name}: stopping after this step", file=sys.stderr)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)
+
+
+class Bar(TQDMProgressBar):
+    """Lightning's bar with loss, gradient norm and speed of the latest record (nothing is fetched for it)."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(refresh_rate=recorder.log_every)
+        self.recorder = recorder
+
+    def get_metrics(self, *_: Any) -> dict[str, int | str | float | dict[str, float]]:
+        return {**shown(self.recorder)}
+
+
+class Lines(Callback):
+    """Where the output is no terminal: a line at each validation."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder, self.seen = recorder, 0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if len(self.recorder.val_loss) > self.seen:
+            self.seen = len(self.recorder.val_loss)
+            words = "  ".join(f"{key} {value}" for key, value in shown(self.recorder).items())
+            print(f"step {trainer.global_step}/{self.recorder.steps}  {words}", flush=True)
+
+
+def shown(recorder: Recorder) -> dict[str, str]:
+    """The latest loss, validation loss, total gradient norm and tokens per second, as they are shown."""
+    numbers = {"loss": "loss", "val": "val_loss", "grad": "grad_norm"}
+    out = {
+        key: f"{recorder.latest[name]:.4g}" for key, name in numbers.items() if recorder.latest.get(name) is not None
+    }
+    return out | ({"tok/s": f"{recorder.tokens_per_second:,.0f}"} if recorder.tokens_per_second else {})

@@ -1,0 +1,224 @@
+"""One run, from its built parts to its records, verdict and picture."""
+
+import json
+import logging
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from data.tokens import Tokens
+from data.windows import Windows
+from model.inventory import inventory
+from model.transformer import Transformer
+from stability.gradients import GradientNorms
+from stability.locate import first_bad_layer
+from stability.verdict import judge, spikes, tail
+from training import device as machine
+from training.pace import Bar, Lines, Pace, Signals
+from training.recorder import Recorder
+from training.schedule import Constant
+from training.task import Task
+from training.wandb import Log
+
+DIVERGED = 3  # exit code
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of, built and checked."""
+
+    directory: Path
+    model: Transformer
+    optimizer: Callable[[Transformer], Optimizer]
+    schedule: Constant
+    windows: Windows
+    train: DataLoader[Tensor]
+    val: DataLoader[Tensor]
+    tokens: Tokens
+    log: Log
+    device: str
+    checkpoint: Path | None
+    start: int
+
+
+def resume_point(directory: Path, *, resuming: bool) -> tuple[Path | None, int]:
+    """(The checkpoint to continue from, the steps that it has done), or (None, 0) for a run from the start.
+
+    Raises ValueError where a resumed run has none.
+    """
+    if not resuming:
+        return None, 0
+    path = directory / "checkpoints" / "last.ckpt"
+    if not path.is_file():
+        raise ValueError(f"resume={directory}: checkpoints/last.ckpt is missing, so there is nothing to continue from")
+    return path, int(torch.load(path, map_location="cpu", weights_only=True)["global_step"])
+
+
+def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Train, judge, write `summary.json` and `report.png`; (summary, exit code).
+
+    `facts` goes into the summary as it is (name, axes, equation, unigram_entropy, floor, depth). The exit code is 0,
+    3 for a run that diverged, 128 + the signal's number for one that was interrupted.
+    """
+    started = time.perf_counter()
+    _write(parts.directory / "environment.json", machine.environment(parts.device, _corpus(parts.tokens)))
+    _write(parts.directory / "tokenizer.json", parts.tokens.tokenizer.to_json())
+    steps, accumulate = scalars["steps"], scalars["accumulate"]
+    model = parts.model.train()
+    gradients = GradientNorms(inventory(model), model.depth)
+
+    def locate(step: int, norms: np.ndarray) -> int | None:
+        batches = (parts.windows[i].to(task.device) for i in range((step - 1) * accumulate, step * accumulate))
+        return first_bad_layer(model, batches, gradients, norms)
+
+    recorder = Recorder(
+        parts.directory / "metrics.jsonl",
+        gradients,
+        parts.log,
+        steps=steps,
+        log_every=scalars["log_every"],
+        tokens_per_step=scalars["batch"] * model.context,
+        clip=scalars["clip"],
+        locate=locate,
+    )
+    shared = {"steps": steps, "accumulate": accumulate, "clip": scalars["clip"]}
+    if parts.checkpoint:
+        recorder.restore(parts.start)
+    task = Task(model, parts.optimizer(model), parts.schedule, gradients, recorder, **shared)
+    signals = Signals()
+    show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
+    every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}
+    pace = Pace(parts.directory / "checkpoints", parts.val, **every)
+    trainer = _trainer(parts.device, scalars, [pace, show, signals], bar=isinstance(show, Bar))
+    verdict, reason, code = "failed", "", 1
+    try:
+        with _quiet():
+            trainer.fit(task, parts.train, ckpt_path=parts.checkpoint, weights_only=True)
+        recorder.flush()
+        verdict, reason, code = _judge(recorder, signals, steps, facts)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise
+    finally:
+        recorder.close()
+        wall = time.perf_counter() - started
+        summary = _summary(recorder, facts, verdict, reason, steps, wall, machine.peak_memory(parts.device))
+        _write(parts.directory / "summary.json", summary)
+        if recorder.loss:
+            _draw(parts)
+        parts.log.finish(summary, code)
+    return summary, code
+
+
+def _judge(recorder: Recorder, signals: Signals, steps: int, facts: dict[str, Any]) -> tuple[str, str, int]:
+    loss, skipped = np.array(recorder.loss), np.array(recorder.skipped)
+    if signals.received and len(loss) < steps and not recorder.reason:
+        name = signal.Signals(signals.received).name
+        return "interrupted", f"{name} after step {len(loss)} of {steps}", 128 + signals.received
+    known = {"unigram_entropy": facts["unigram_entropy"], "floor": facts["floor"]}
+    verdict, reason = judge(loss, skipped, steps=steps, diverged=recorder.reason, **known)
+    if verdict == "stalled" and len(recorder.ends) == 2:
+        (first, before), (last, after) = sorted(recorder.ends.items())
+        reason += (
+            f"; the gradient norm of layer 1 went from {before[0]:.1e} (step {first}) to {after[0]:.1e} (step {last}), "
+            f"of layer {len(after)} from {before[-1]:.1e} to {after[-1]:.1e}"
+        )
+    return verdict, reason, DIVERGED if verdict == "diverged" else 0
+
+
+def _summary(
+    recorder: Recorder, facts: dict[str, Any], verdict: str, reason: str, steps: int, wall: float, memory: int
+) -> dict[str, Any]:
+    loss = np.array(recorder.loss, dtype=np.float64)
+    finite = loss[np.isfinite(loss)]
+    val = [value for _, value in recorder.val_loss]
+    numbers = {
+        "first_loss": finite[0] if finite.size else None,
+        "final_loss": tail(loss, steps) if finite.size else None,
+        "best_loss": finite.min() if finite.size else None,
+        "best_val_loss": min((v for v in val if np.isfinite(v)), default=None),
+        "final_val_loss": val[-1] if val and np.isfinite(val[-1]) else None,
+        "spike_score": 100 * spikes(loss).mean() if finite.size else None,
+        "tokens_per_second": recorder.tokens_per_second,
+        "wall_time_s": wall,
+    }
+    return {
+        "verdict": verdict,
+        "reason": reason,
+        **facts,
+        "steps": steps,
+        "steps_done": len(loss),
+        "first_bad_step": recorder.first_bad_step,
+        "first_bad_layer": recorder.first_bad_layer,
+        "skipped_steps": sum(recorder.skipped),
+        **{key: None if value is None else float(f"{value:.9g}") for key, value in numbers.items()},
+        "peak_memory_bytes": memory,
+    }
+
+
+def _write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _corpus(tokens: Tokens) -> dict[str, Any]:
+    return {
+        "name": tokens.name,
+        "hash": tokens.hash,
+        "tokenizer": tokens.tokenizer.name,
+        "vocab": tokens.vocab,
+        "train_tokens": len(tokens.train),
+        "val_tokens": len(tokens.val),
+        "unigram_entropy": tokens.unigram_entropy,
+        "floor": tokens.floor,
+    }
+
+
+def _draw(parts: Parts) -> None:
+    from stability.records import read
+    from stability.report import draw_run
+
+    path = parts.directory / "report.png"
+    draw_run(read(parts.directory), path)
+    parts.log.image("report", path)
+
+
+def _trainer(device: str, scalars: dict[str, Any], callbacks: list[pl.Callback], *, bar: bool) -> pl.Trainer:
+    """Lightning without what the run does itself: logging, checkpoints, validation, clipping."""
+    with _quiet():
+        return pl.Trainer(
+            accelerator=device,
+            devices=1,
+            precision=machine.precision(scalars["precision"], device),
+            max_steps=scalars["steps"],
+            max_epochs=-1,
+            accumulate_grad_batches=scalars["accumulate"],
+            callbacks=callbacks,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=bar,
+            use_distributed_sampler=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+        )
+
+
+class _quiet(warnings.catch_warnings):
+    """Without Lightning's advice on what does not concern a user of this framework (number of workers, loggers)."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module="lightning.*")

@@ -1,0 +1,78 @@
+"""The training step under Lightning: loss, gradient norms, clipping, the guard against a non-finite step."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils import clip_grads_with_norm_
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from model.transformer import Transformer
+from stability.gradients import GradientNorms
+from training.recorder import Recorder
+from training.schedule import Constant
+
+
+def next_token_loss(model: torch.nn.Module, windows: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per token: windows int64 (batch, context + 1), each position predicts the next."""
+    logits = model(windows[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+
+class Task(pl.LightningModule):
+    """Lightning calls, in one optimizer step: `training_step` and backward for each micro-batch, then once
+    `configure_gradient_clipping` with the whole gradient, unclipped, then the optimizer and the schedule."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        optimizer: Optimizer,
+        schedule: Constant,
+        gradients: GradientNorms,
+        recorder: Recorder,
+        *,
+        steps: int,
+        accumulate: int,
+        clip: float,
+    ) -> None:
+        super().__init__()
+        self.model, self.recorder = model, recorder
+        self._optimizer, self._schedule, self._gradients = optimizer, schedule, gradients
+        self.steps, self.accumulate, self.clip = steps, accumulate, clip
+        self._loss: Tensor | None = None
+
+    def configure_optimizers(self) -> Any:
+        schedule = LambdaLR(self._optimizer, lambda done: self._schedule.factor(done + 1, self.steps))
+        return {"optimizer": self._optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def training_step(self, windows: Tensor, index: int) -> Tensor:
+        loss = next_token_loss(self.model, windows)
+        # every micro-batch has as many tokens, so the mean of means is the mean over tokens
+        part = loss.detach() / self.accumulate
+        self._loss = part if self._loss is None else self._loss + part
+        return loss
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """Measure, guard, clip, all from the same norms and all on the device."""
+        assert self._loss is not None
+        norms = self._gradients.measure()
+        total = torch.linalg.vector_norm(norms)
+        finite = torch.isfinite(total) & torch.isfinite(self._loss)
+        optimizer.found_inf = (~finite).to(torch.float32)  # the fused kernel then leaves weights and moments alone
+        if self.clip:
+            clip_grads_with_norm_(self.model.parameters(), self.clip, total)
+        lr = optimizer.param_groups[0]["lr"]
+        self.recorder.step(self.trainer.global_step + 1, lr, self._loss, norms, total)
+        self._loss = None
+        if self.recorder.reason:
+            self.trainer.should_stop = True
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Beside weights and optimizer: what dropout draws next. Plain containers and tensors alone."""
+        checkpoint["rng"] = torch.get_rng_state()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        torch.set_rng_state(checkpoint["rng"])

@@ -1,0 +1,101 @@
+"""The same numbers for Weights & Biases. Nothing here ever asks a question or waits for a network that is not there."""
+
+import netrc
+import os
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from urllib.parse import urlparse
+
+import numpy as np
+
+Mode = Literal["auto", "offline", "online", "disabled"]
+MOST_LAYERS, MOST_PARTED = 128, 32  # thousands of charts freeze the page; metrics.jsonl is always complete
+
+
+class Log(Protocol):
+    def record(self, record: dict[str, Any]) -> None: ...
+
+    def image(self, key: str, path: Path) -> None: ...
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None: ...
+
+
+class NoLog:
+    """`logger=none`."""
+
+    def __init__(self, directory: Path, name: str, config: dict[str, Any]) -> None: ...
+
+    def record(self, record: dict[str, Any]) -> None: ...
+
+    def image(self, key: str, path: Path) -> None: ...
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None: ...
+
+
+class WandbLog:
+    """One W&B run, its files below the run directory.
+
+    `mode=auto` is online where a key is at hand (WANDB_API_KEY or the netrc entry that `wandb login` writes), else
+    offline; WANDB_MODE, if set, decides. An offline run is sent later by `wandb sync`.
+    """
+
+    def __init__(
+        self, directory: Path, name: str, config: dict[str, Any], *, mode: Mode = "auto", project: str = "normlab"
+    ) -> None:
+        import wandb
+
+        chosen: Any = os.environ.get("WANDB_MODE", "online" if _logged_in() else "offline") if mode == "auto" else mode
+        settings = wandb.Settings(console="off", silent=True, quiet=True, init_timeout=20)
+        start: dict[str, Any] = {
+            "dir": str(directory),
+            "name": name,
+            "project": project,
+            "config": config,
+            "settings": settings,
+        }
+        self._wandb = wandb
+        try:
+            self.run = wandb.init(mode=chosen, **start)
+        except wandb.errors.CommError as error:
+            print(f"W&B cannot be reached ({str(error).splitlines()[0]}): this run is logged offline")
+            self.run = wandb.init(mode="offline", **start)
+
+    def record(self, record: dict[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        self.run.log(flat(record), step=record["step"])
+
+    def image(self, key: str, path: Path) -> None:
+        self.run.log({key: self._wandb.Image(str(path))})
+
+    def finish(self, summary: dict[str, Any], exit_code: int) -> None:
+        self.run.summary.update(summary)
+        self.run.finish(exit_code=exit_code)
+
+
+def flat(record: dict[str, Any]) -> dict[str, float]:
+    """A record under W&B's keys: `loss/train`, `loss/val`, `grad_norm/total`, `grad_norm/layer_0001` and on, layers
+    counted from 1 and zero-padded so that they sort; all up to 128 layers, 128 evenly spaced ones beyond; with
+    `/attention` and `/ffn` below each up to 32."""
+    names = {"loss": "loss/train", "val_loss": "loss/val", "lr": "lr", "clip_coefficient": "clip_coefficient"}
+    out = {names[key]: record[key] for key in names if key in record} | {"tokens": record["tokens"]}
+    norms = record.get("grad_norm", {})
+    out |= {f"grad_norm/{key}": norms[key] for key in ("total", "embed", "head") if key in norms}
+    if "attention" in norms:
+        block = np.sqrt(sum(np.square(norms[part]) for part in ("attention", "ffn", "norm", "residual")))
+        depth = len(block)
+        for layer in np.unique(np.linspace(1, depth, min(depth, MOST_LAYERS)).round().astype(int)).tolist():
+            out[f"grad_norm/layer_{layer:04d}"] = float(block[layer - 1])
+            if depth <= MOST_PARTED:
+                for part in ("attention", "ffn"):
+                    out[f"grad_norm/layer_{layer:04d}/{part}"] = norms[part][layer - 1]
+    return out
+
+
+def _logged_in() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
