@@ -6,17 +6,20 @@
 What a user can get wrong is answered in one line and exit code 2, before lightning, datasets or wandb are imported.
 """
 
+import json
 import os
 import secrets
 import sys
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -24,6 +27,9 @@ from conf.explain import explain
 from conf.help import text as help_text
 from conf.resume import as_overrides, check_same
 from conf.schema import AXES, SCALARS, Run
+
+if TYPE_CHECKING:
+    from model.transformer import Choices, Transformer
 
 ConfigStore.instance().store(name="schema", node=Run)
 # cached, so that a run's directory has one name however often it is asked for
@@ -33,6 +39,19 @@ OmegaConf.register_new_resolver("axes", help_text, replace=True)
 USAGE, FAILED = 2, 1  # exit codes; training/run.py has the others
 
 
+def choices_of(plain: dict[str, Any]) -> "Choices":
+    """One choice per axis of the network, from a checked config."""
+    from model.transformer import Choices
+
+    return Choices(**{field.name: instantiate(plain[field.name]) for field in fields(Choices)})
+
+
+def network(plain: dict[str, Any], choices: "Choices", vocab: int) -> "Transformer":
+    """The network of a checked config, initialised by its seed."""
+    model: Transformer = instantiate(plain["model"])(vocab, choices, plain["seed"])
+    return model
+
+
 def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: list[str]) -> tuple[dict[str, Any], int]:
     """One run in `directory`: (its summary, its exit code). ValueError, one line, for what the user can mend."""
     from conf.check import check
@@ -40,18 +59,15 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
     plain = check(cfg)
     check_same(plain, directory)
     import torch
-    from hydra.utils import instantiate
 
     from model.compatibility import refusals
-    from model.transformer import Choices
     from training import device as machine
-    from training.describe import describe
+    from training.describe import closing, describe
 
     scalars, names = {key: plain[key] for key in SCALARS}, {axis: axes.get(axis, "") for axis in AXES}
-    parts = {axis: instantiate(plain[axis]) for axis in ("norm", "placement", "residual", "init", "ffn", "position")}
-    choices, sizes = Choices(**parts), plain["model"]
+    choices, sizes = choices_of(plain), plain["model"]
     # one layer of the real sizes, so that whatever does not fit together is said before any data is read
-    instantiate(sizes | {"depth": min(sizes["depth"], 1)})(2, choices, scalars["seed"])
+    network(plain | {"model": sizes | {"depth": min(sizes["depth"], 1)}}, choices, vocab=2)
     for refusal in refusals(choices, names, sizes["depth"]):
         if not scalars["allow_unstable"]:
             raise ValueError(f"{refusal}; allow_unstable=true runs it all the same")
@@ -73,16 +89,19 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
     held_out = validation_windows(tokens.val, sizes["context"], corpus.val_windows)
 
     torch.manual_seed(scalars["seed"])  # dropout; matrices and windows have generators of their own
-    model = instantiate(sizes)(tokens.vocab, choices, scalars["seed"])
+    model = network(plain, choices, tokens.vocab)
     described, facts = describe(model, choices, plain, names, tokens, device, directory)
     print(described, flush=True)
 
     from training.run import Parts, fit, resume_point
 
     directory.mkdir(parents=True, exist_ok=True)
+    checkpoint, start = resume_point(directory, resuming=scalars["resume"] is not None)
+    if start >= scalars["steps"] and (directory / "summary.json").is_file():
+        print(f"nothing to do: all {start} steps are done")
+        return json.loads((directory / "summary.json").read_text(encoding="utf-8")), 0
     OmegaConf.save(OmegaConf.create(plain), directory / "config.yaml")
     OmegaConf.save(OmegaConf.create(overrides), directory / "overrides.yaml")
-    checkpoint, start = resume_point(directory, resuming=scalars["resume"] is not None)
     built = Parts(
         directory=directory,
         model=model,
@@ -97,7 +116,9 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
         checkpoint=checkpoint,
         start=start,
     )
-    return fit(built, scalars, facts)
+    summary, code = fit(built, scalars, facts)
+    print(closing(summary, directory), flush=True)
+    return summary, code
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -111,11 +132,10 @@ def job(cfg: DictConfig) -> float | None:
     try:
         summary, code = train(cfg, directory, dict(here.runtime.choices), words)
     except (ValueError, InstantiationException) as error:
-        error = error.__cause__ or error if isinstance(error, InstantiationException) else error
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
-        summary, code = {"verdict": "refused", "reason": str(error)}, USAGE
-        print(f"normlab: {error}", file=sys.stderr)
+        summary, code = {"verdict": "refused", "reason": _own_words(error)}, USAGE
+        print(f"normlab: {summary['reason']}", file=sys.stderr)
     except Exception as error:
         if not sweep:
             raise
@@ -136,6 +156,11 @@ def main() -> None:
         sys.exit(_usage(explain(error)))
     except ValueError as error:
         sys.exit(_usage(str(error)))
+
+
+def _own_words(error: Exception) -> str:
+    """What a constructor said, without Hydra's frame around it."""
+    return str(error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error)
 
 
 def _usage(line: str) -> int:

@@ -67,7 +67,7 @@ def _check_node(axis: str, node: dict[str, Any]) -> None:
         if key in ("_target_", "_partial_"):
             continue
         if key not in known:
-            names = [f"{axis}.{name}" for name in node if not name.startswith("_")]
+            names = [f"{axis}.{name}" for name in node if name in known]
             raise ValueError(f"{axis}.{key} is no knob of {node['_target_']}; {nearest(f'{axis}.{key}', names)}")
         _fit(f"{axis}.{key}", value, hints.get(key, Any))
 

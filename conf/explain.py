@@ -4,6 +4,8 @@ import re
 from difflib import get_close_matches
 from typing import Any
 
+from hydra.errors import OverrideParseException
+
 from conf.check import nearest
 from conf.help import choices
 from conf.schema import AXES, SCALARS
@@ -27,8 +29,11 @@ def explain(error: Exception) -> str:
         return _unknown(full[1] if full else found[1])
     if found := re.search(r"(Value '.*' .*)\n\s*full_key: (\S+)", text):
         return f"{found[2]}: {found[1]}"
-    if found := re.search(r"Error parsing override '(.*)'", text):
-        return f"{found[1]} is no override: write key=value, and quote it for the shell where it holds spaces or ${{}}"
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{error.override} cannot be read as KEY=VALUE; a value that holds =, spaces, commas or brackets needs quotes "
+            "inside the shell's, as in 'name=\"a = b\"'"
+        )
     return " ".join(text.splitlines()[:1])
 
 

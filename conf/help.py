@@ -35,7 +35,7 @@ def defaults() -> dict[str, str]:
     from omegaconf import OmegaConf
 
     listed: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml").defaults)
-    return {axis: choice for item in listed if isinstance(item, dict) for axis, choice in item.items()}
+    return {axis: choice for item in listed if isinstance(item, dict) for axis, choice in item.items() if axis in AXES}
 
 
 def text() -> str:

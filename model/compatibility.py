@@ -9,6 +9,7 @@ from math import log10
 
 from torch import nn
 
+from model.residual import number
 from model.site import Branch, Site
 from model.transformer import Choices
 
@@ -31,7 +32,7 @@ def _skip_growth(choices: Choices, names: dict[str, str], depth: int, has_norm: 
     alpha under pre-norm by (2N)^(N/2) in all."""
     sites = [Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES]
     bare = [site for site in sites if not (has_norm and "sum" in choices.placement.at(site))]
-    alphas = [abs(float(choices.residual(site, 1).alpha)) for site in bare]
+    alphas = [abs(number(choices.residual(site, 1).alpha)) for site in bare]
     growth = sum(log10(alpha) for alpha in alphas if alpha > 0)
     if growth > 0.01:
         yield (

@@ -178,10 +178,15 @@ class BatchNorm(Norm):
         self.register_buffer("var", torch.ones(dim))
 
     def normalise(self, x: Tensor) -> Tensor:
-        gain, bias = self.gain.to(x.dtype), self.bias.to(x.dtype)
-        flat = x.reshape(-1, self.dim)
-        y = F.batch_norm(flat, self.mean, self.var, gain, bias, self.training, self.momentum, self.eps)
-        return y.view_as(x)
+        mean, var = self.mean.to(x.dtype), self.var.to(x.dtype)
+        if self.training:
+            rows = x.reshape(-1, self.dim)
+            var, mean = torch.var_mean(rows, dim=0, correction=0)
+            with torch.no_grad():
+                unbiased = var * (len(rows) / max(1, len(rows) - 1))  # what is kept for evaluation, as in the paper
+                self.mean.lerp_(mean.to(self.mean.dtype), self.momentum)
+                self.var.lerp_(unbiased.to(self.var.dtype), self.momentum)
+        return (x - mean) * torch.rsqrt(var + self.eps) * self.gain.to(x.dtype) + self.bias.to(x.dtype)
 
 
 def none(dim: int) -> nn.Module:

@@ -17,6 +17,11 @@ from model.site import Site
 Coefficient = float | nn.Parameter
 
 
+def number(coefficient: Coefficient) -> float:
+    """A coefficient as it stands, learnt or not."""
+    return coefficient.item() if isinstance(coefficient, nn.Parameter) else coefficient
+
+
 @dataclass(frozen=True)
 class Residual:
     """alpha, s, beta of one branch, and `gains`: role -> factor on the std of the initial matrix."""

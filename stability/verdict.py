@@ -5,8 +5,8 @@
 - `stalled`: the mean loss of the last max(10, a tenth of the run) steps is above the unigram entropy of the training
   text minus 0.1: the run learnt which tokens are frequent and nothing of their order. This is how post-norm fails: no
   explosion, a plateau with a vanishing gradient.
-- `spiky`: at least two steps with a loss 7 standard deviations above the mean of the (up to) 1,000 steps before, or a
-  step that was skipped because its gradient was not finite.
+- `spiky`: at least two steps with a loss 7 standard deviations above the mean of the steps before (the last tenth of a
+  run, 30 to 1,000 of them), or a step that was skipped because its gradient was not finite.
 - `too_short`: under 50 steps, where none of this can be told.
 - `stable`: none of these.
 - `interrupted`: a signal ended it; `failed`: an error did.
@@ -23,7 +23,7 @@ PATIENCE = 3  # non-finite steps in a row
 ABOVE = 0.1  # nats above the first loss that count as above
 MARGIN = 0.1  # nats below the unigram entropy that count as learning
 SHORTEST = 50  # steps under which nothing is judged
-SIGMAS, WINDOW, ENOUGH = 7.0, 1000, 30  # OLMo 2's spike score, and the fewest steps that make a mean
+SIGMAS, WINDOW, ENOUGH = 7.0, 1000, 30  # of OLMo 2's spike score; the fewest steps that make a mean
 
 
 @dataclass
@@ -58,14 +58,17 @@ class Watch:
 
 
 def spikes(loss: np.ndarray) -> np.ndarray:
-    """Which values stand at least 7 standard deviations above the mean of the up to 1,000 finite values before them
-    (at least 30): the marks of OLMo 2's spike score (arXiv 2501.00656, section 3.1), with the deviation taken over the
-    same window as the mean, which the paper leaves open. Shape as `loss`; a value that is not finite is no spike."""
+    """Which values stand at least 7 standard deviations above the mean of the finite values in the window before them:
+    the marks of OLMo 2's spike score (arXiv 2501.00656, section 3.1), the deviation taken over the same window, which
+    the paper leaves open. Its window of 1,000 is a sliver of its runs; here it is a tenth of the run, from 30 to 1,000
+    steps, since a window that holds the fall of the loss would hide every spike. Shape as `loss`; a value that is not
+    finite is no spike."""
+    window = min(WINDOW, max(ENOUGH, len(loss) // 10))
     finite = np.isfinite(loss)
     filled = np.where(finite, loss, 0.0).astype(np.float64)
     counts, sums, squares = (np.concatenate([[0.0], np.cumsum(a)]) for a in (finite, filled, filled**2))
     end = np.arange(len(loss))
-    start = np.maximum(0, end - WINDOW)
+    start = np.maximum(0, end - window)
     n = counts[end] - counts[start]
     some = np.maximum(n, 1)
     mean = (sums[end] - sums[start]) / some

@@ -12,6 +12,7 @@ from model.block import Branch
 from model.equation import equation
 from model.init import std_of
 from model.linear import Linear
+from model.residual import number
 from model.transformer import Choices, Transformer
 from training import device as machine
 
@@ -53,7 +54,7 @@ def describe(
     size = sum(parameter.numel() for parameter in model.parameters())
     floor = f", true entropy {tokens.floor:.4f}" if tokens.floor is not None else ""
     rows = {
-        "run": f"{name}  ->  {directory}",
+        "run": f"{name}  ->  {short(directory)}",
         "choices": "  ".join(f"{axis}={axes[axis]}" for axis in SHOWN),
         "equation": line,
         "constants": _coefficients(model),
@@ -69,13 +70,30 @@ def describe(
     return "\n".join(lines), facts
 
 
+def closing(summary: dict[str, Any], directory: Path) -> str:
+    """The lines that a run prints when it is over."""
+    val, best = summary["final_val_loss"], summary["best_val_loss"]
+    losses = f"validation loss {val:.4f} (best {best:.4f})" if val is not None else "no finite validation loss"
+    speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if summary["tokens_per_second"] else ""
+    return (
+        f"{summary['verdict']}: {summary['reason']}\n"
+        f"{losses}, {summary['steps_done']} steps in {summary['wall_time_s']:.0f} s{speed}\n"
+        f"picture: {short(directory / 'report.png')}"
+    )
+
+
+def short(path: Path) -> Path:
+    """A path as seen from here, where it lies below."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _coefficients(model: Transformer) -> str:
     branches = [module for module in model.modules() if isinstance(module, Branch)]
     said = []
     for letter in ("alpha", "s", "beta"):
         values = [getattr(branch.stream, letter) for branch in branches]
         learnt = ", learnt" if isinstance(values[0], nn.Parameter) else ""
-        said.append(f"{letter} = {_span([float(value) for value in values])}{learnt}")
+        said.append(f"{letter} = {_span([number(value) for value in values])}{learnt}")
     return "  ".join(said)
 
 

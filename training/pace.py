@@ -34,9 +34,9 @@ class Pace(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, task: pl.LightningModule, *_: Any) -> None:
         assert isinstance(task, Task)
-        step, index = trainer.global_step, trainer.fit_loop.epoch_loop.batch_idx
-        if (index + 1) % task.accumulate:
+        if not ends_step(trainer, task):
             return
+        step = trainer.global_step
         last = step >= task.steps or trainer.should_stop
         if step % self.val_every == 0 or step >= task.steps:
             self._validate(trainer, task)
@@ -75,21 +75,46 @@ def _finite(model: torch.nn.Module) -> bool:
 
 
 class Signals(Callback):
-    """SIGINT and SIGTERM end the run after the step under way; a second one ends it at once."""
+    """SIGINT and SIGTERM end the run after the step under way, all its micro-batches; a second one ends it at once.
+
+    As a context manager it puts back the handlers that it found.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._found: dict[int, Any] = {}
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        def stop(number: int, frame: FrameType | None) -> None:
-            if self.received:
-                os._exit(128 + number)
-            self.received = number
+    def __enter__(self) -> "Signals":
+        self._found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._install()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._found.items():
+            signal.signal(number, handler)
+
+    def _install(self) -> None:
+        for number in self._found:
+            signal.signal(number, self._stop)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+        print(f"\n{signal.Signals(number).name}: stopping after this step", file=sys.stderr)
+
+    def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
+        self._install()  # Lightning has put a handler of its own before ours, which would raise in mid-step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, task: pl.LightningModule, *_: Any) -> None:
+        if self.received and ends_step(trainer, task):
             trainer.should_stop = True
-            print(f"\\n{signal.Signals(number).name}: stopping after this step", file=sys.stderr)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, stop)
+
+def ends_step(trainer: pl.Trainer, task: pl.LightningModule) -> bool:
+    """Whether the micro-batch that has just ended was the last of its optimizer step."""
+    assert isinstance(task, Task)
+    return (trainer.fit_loop.epoch_loop.batch_idx + 1) % task.accumulate == 0
 
 
 class Bar(TQDMProgressBar):

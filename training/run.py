@@ -7,6 +7,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -74,7 +76,7 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     """
     started = time.perf_counter()
     _write(parts.directory / "environment.json", machine.environment(parts.device, _corpus(parts.tokens)))
-    _write(parts.directory / "tokenizer.json", parts.tokens.tokenizer.to_json())
+    (parts.directory / "tokenizer.json").write_text(parts.tokens.tokenizer.to_json(), encoding="utf-8")
     steps, accumulate = scalars["steps"], scalars["accumulate"]
     model = parts.model.train()
     gradients = GradientNorms(inventory(model), model.depth)
@@ -97,14 +99,15 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     if parts.checkpoint:
         recorder.restore(parts.start)
     task = Task(model, parts.optimizer(model), parts.schedule, gradients, recorder, **shared)
-    signals = Signals()
     show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
+    signals = Signals()  # before Pace, which saves when a stop has been asked for
     every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}
     pace = Pace(parts.directory / "checkpoints", parts.val, **every)
-    trainer = _trainer(parts.device, scalars, [pace, show, signals], bar=isinstance(show, Bar))
+    trainer = _trainer(parts.device, scalars, [signals, pace, show], bar=isinstance(show, Bar))
     verdict, reason, code = "failed", "", 1
     try:
-        with _quiet():
+        # Lightning raises for a SIGTERM that comes before the first step
+        with _quiet(), signals, suppress(SIGTERMException):
             trainer.fit(task, parts.train, ckpt_path=parts.checkpoint, weights_only=True)
         recorder.flush()
         verdict, reason, code = _judge(recorder, signals, steps, facts)

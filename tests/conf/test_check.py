@@ -1,0 +1,143 @@
+"""Bad command lines: one line that says what is wrong and the way out; nothing that looks fine and is not."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from conf.check import check, nearest
+from conf.help import choices, defaults, summary, text
+from conf.resume import as_overrides
+from conf.schema import AXES, SCALARS
+from tests.conftest import ROOT, SHARED, config
+
+ROWS = SHARED / "cases" / "bad_overrides.txt"
+
+
+def command(*words: str, cwd: Path = ROOT, cache: Path | None = None) -> tuple[subprocess.CompletedProcess[str], float]:
+    environment = os.environ | {"NORMLAB_CACHE": str(cache or cwd), "WANDB_MODE": "offline"}
+    started = time.perf_counter()
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *words], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+    return ended, time.perf_counter() - started
+
+
+# command line -> words that the answer must hold; the rows of ../shared/cases/bad_overrides.txt, in their order
+ANSWERS = {
+    "nrom=rmsnorm": ["nrom", "'norm'"],
+    "+nrom=rmsnorm": ["nrom", "'norm'"],
+    "norm=rmsnrom": ["choose from rmsnorm,", *choices("norm")],
+    "norm=rmsnorm,layernorm": ["add -m"],
+    "model.depth=0": ["model.depth must be >= 1"],
+    "model.depth=-3": ["model.depth must be >= 1, found -3"],
+    "model.depth=twelve": ["model.depth", "'twelve'"],
+    "model.dim=130 model.heads=4": ["model.dim=130 must divide by model.heads=4 (130 % 4 = 2)"],
+    "norm.epz=1e-5": ["norm.epz", "'norm.eps'"],
+    "optimizer.lr=1e-4x": ["optimizer.lr", "'1e-4x'"],
+    "optimizer.lr=-1e-3": ["optimizer.lr", "greater than 0"],
+    "steps=10 schedule.warmup=20": ["schedule.warmup=20", "steps=10"],
+    "data=files": ["data.paths"],
+    "model.context=100000 data=files data.paths=[short.txt]": [
+        "model.context=100000",
+        "21 tokens",
+        "100001",
+        "short.txt",
+    ],
+    "norm=rmsnorm placement=pre residual=deepnorm": ["placement=pre", "residual=deepnorm", "10^1.8", "recipe=deepnorm"],
+    "resume=/nonexistent/run": ["resume=/nonexistent/run"],
+    "name='${norm.knd}'": ["name", "${norm.knd}"],
+    "hydra.ouput_subdir=x": ["hydra.ouput_subdir"],
+    # and others of the same kinds
+    "steps=twelve": ["steps", "'twelve'"],
+    "model.qk_norm=true": ["model.qk_norm", "'head'"],
+    "precision=fp16": ["precision", "'bf16-mixed'"],
+    "norm=batchnorm": ["norm=batchnorm", "future", "allow_unstable=true"],
+    "batch=10 accumulate=3": ["batch=10", "3"],
+    "optimizer.betas=[0.9]": ["optimizer.betas"],
+    "+model.dept=3": ["model.dept", "'model.depth'"],
+    "norm=group_rmsnorm norm.groups=3": ["norm.groups=3"],
+    "steps": ["KEY=VALUE"],
+    "data=files data.paths=[nowhere.txt]": ["data.paths", "nowhere.txt"],
+}
+
+
+@pytest.mark.parametrize("line", ANSWERS)
+def test_a_bad_command_line_gets_one_line(line: str, tmp_path: Path):
+    """The limit of three seconds is the contract's on an idle machine; here it is only that nothing heavy was loaded."""
+    (tmp_path / "short.txt").write_text("A short piece of text.")
+    ended, took = command(*[word.replace("'", "") for word in line.split()], cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("normlab: ")
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.stdout == ""
+    for word in ANSWERS[line]:
+        assert word in ended.stderr, ended.stderr
+    assert not list(tmp_path.glob("runs/*"))
+    assert took < 20
+
+
+def test_every_published_row_has_its_answer():
+    if not ROWS.is_file():
+        pytest.skip("bad_overrides.txt is not here")
+    rows = [line.partition(" | ")[0] for line in ROWS.read_text().splitlines() if not line.startswith("#")]
+    assert [row for row in rows if row not in ANSWERS] == []
+
+
+def test_refusals_load_nothing_heavy(tmp_path: Path):
+    code = (
+        "import sys, train; sys.argv[1:] = ['norm=rmsnorm', 'placement=pre', 'residual=deepnorm']\n"
+        "try: train.main()\n"
+        "except SystemExit as end: print(end.code, {'lightning', 'datasets', 'wandb', 'matplotlib'} & {*sys.modules})"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.stdout == "2 set()\n"
+
+
+def test_help_lists_each_axis_with_its_choices_and_a_line_on_each(tmp_path: Path):
+    ended, took = command("--help", cwd=tmp_path)
+    assert ended.returncode == 0 and ended.stderr == ""
+    assert ended.stdout.rstrip("\n") == text()
+    for axis in AXES:
+        block = ended.stdout.partition(f"\n  {axis}=\n")[2].partition("\n\n")[0]
+        listed = {line[4:].split()[0]: line[4:].split(None, 1)[1] for line in block.splitlines()}
+        assert listed == {choice: summary(axis, choice) for choice in choices(axis)}
+        assert f"  * {defaults()[axis]} " in block
+    for name in SCALARS:
+        assert f"    {name}=" in ended.stdout
+    assert took < 10  # two seconds on an idle machine
+
+
+def test_every_axis_has_a_folder_and_every_folder_is_an_axis():
+    folders = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == set(AXES) == set(defaults())
+
+
+def test_a_broken_interpolation_is_found_where_nobody_reads_it():
+    cfg, _ = config("optimizer.lr=${norm.nothing}")
+    with pytest.raises(ValueError, match=r"optimizer\.lr.*\$\{norm\.nothing\}"):
+        check(cfg)
+
+
+def test_a_target_that_is_not_there():
+    cfg, _ = config()
+    OmegaConf.update(cfg, "norm._target_", "model.norm.Nothing")
+    with pytest.raises(ValueError, match=r"norm\._target_='model\.norm\.Nothing' cannot be imported"):
+        check(cfg)
+
+
+def test_nearest():
+    assert nearest("nrom", ["norm", "model"]) == "did you mean 'norm'?"
+    assert nearest("xyzzy", ["b", "a"]) == "known: a, b"
+
+
+def test_resume_puts_the_runs_own_overrides_first(tmp_path: Path):
+    (tmp_path / "overrides.yaml").write_text("- norm=layernorm\n- steps=10\n")
+    words = as_overrides([f"resume={tmp_path}", "steps=20"])
+    assert words == ["norm=layernorm", f"resume={tmp_path}", "steps=20", f"hydra.run.dir={tmp_path}"]
+    assert as_overrides(["steps=20"]) == ["steps=20"]

@@ -1,0 +1,92 @@
+"""What the tests share: the project's own config, a network from it, and a run from it, all in this process."""
+
+import json
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+import train
+from conf.check import check
+from conf.help import CONF
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared"
+torch.set_num_threads(1)  # the networks are small: handing work over costs more than it saves
+SMALL = ["model.depth=2", "model.dim=16", "model.heads=2", "model.context=8"]
+
+
+def config(*overrides: str) -> tuple[DictConfig, dict[str, str]]:
+    """(The composed config, axis -> choice)."""
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        cfg = compose("config", list(overrides), return_hydra_config=True)
+    choices = dict(cfg.hydra.runtime.choices)
+    return DictConfig({key: value for key, value in cfg._content.items() if key != "hydra"}), choices
+
+
+@cache
+def _checked(overrides: tuple[str, ...]) -> dict[str, Any]:
+    return check(config(*overrides)[0])
+
+
+def plain(*overrides: str) -> dict[str, Any]:
+    """The checked config. Composing takes 0.2 s and there are hundreds of cells, so that a plain choice of a norm, a
+    placement or a residual is composed once and put into a config that is composed once."""
+    alone = {word for word in overrides if re.fullmatch(r"(norm|placement|residual)=\w+", word)}
+    rest = tuple(word for word in overrides if word not in alone)
+    tuned = {word.partition(".")[0] for word in rest}
+    if "recipe" in str(rest) or {word.partition("=")[0] for word in alone} & tuned:
+        return deepcopy(_checked(overrides))
+    nodes = {axis: _checked((word,))[axis] for word in alone for axis in [word.partition("=")[0]]}
+    return deepcopy(_checked(rest) | nodes)
+
+
+def network(*overrides: str, vocab: int = 11) -> Any:
+    """A network of the project's config, small unless an override says otherwise."""
+    settings = plain(*SMALL, *overrides)
+    return train.network(settings, train.choices_of(settings), vocab)
+
+
+def cells() -> list[tuple[str, str, str]]:
+    """Every norm x placement x residual."""
+    names = [sorted(path.stem for path in (CONF / axis).glob("*.yaml")) for axis in ("norm", "placement", "residual")]
+    return [(norm, placement, residual) for norm in names[0] for placement in names[1] for residual in names[2]]
+
+
+@pytest.fixture
+def oracle() -> Callable[[str], Any]:
+    """The content of a file of `../shared/cases`; skips where the folder is absent."""
+
+    def read(name: str) -> Any:
+        path = SHARED / "cases" / name
+        if not path.is_file():
+            pytest.skip(f"{name} is not here")
+        return json.loads(path.read_text()) if path.suffix == ".json" else path.read_text()
+
+    return read
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """Call with overrides: a run in this process on a small synthetic text; (its records, its summary)."""
+    monkeypatch.setenv("NORMLAB_CACHE", str(tmp_path / "cache"))
+    count = iter(range(100))
+
+    def start(*overrides: str, directory: Path | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        words = [*SMALL, "data=synthetic", "data.tokens=20000", "logger=none", "threads=1", *overrides]
+        given = {word.partition("=")[0] for word in overrides}
+        words = [w for i, w in enumerate(words) if i >= len(words) - len(overrides) or w.partition("=")[0] not in given]
+        where = directory or tmp_path / f"run{next(count)}"
+        cfg, choices = config(*words)
+        summary, code = train.train(cfg, where, choices, words)
+        lines = (where / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines], summary | {"code": code, "directory": where}
+
+    return start

@@ -1,0 +1,69 @@
+"""Draws depend on the seed and the parameter's name alone; embeddings have RMS 1."""
+
+import pytest
+import torch
+
+from conf.help import choices
+from model.init import draw_
+from tests.conftest import network
+
+
+def test_two_runs_that_differ_in_one_axis_share_every_matrix():
+    base = dict(network().named_parameters())
+    for other in (
+        "norm=layernorm",
+        "placement=sandwich",
+        "residual=learned_scalars",
+        "model.qk_norm=full",
+        "model.depth=3",
+    ):
+        changed = dict(network(other).named_parameters())
+        shared = [name for name, p in base.items() if p.ndim == 2 and torch.equal(p, changed[name])]
+        assert len(shared) == 2 + 2 * 6, other
+
+
+def test_no_two_parameters_share_their_draws():
+    first, second = torch.empty(4, 4), torch.empty(4, 4)
+    draw_(first, 1.0, seed=0, name="a")
+    draw_(second, 1.0, seed=0, name="b")
+    assert not torch.equal(first, second)
+    draw_(second, 1.0, seed=1, name="a")
+    assert not torch.equal(first, second)
+    draw_(second, 1.0, seed=0, name="a")
+    assert torch.equal(first, second)
+
+
+def test_the_global_generator_is_left_alone():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    network()
+    assert torch.equal(torch.rand(4), expected)
+
+
+@pytest.mark.parametrize("init", ["xavier", "fan_in"])
+@pytest.mark.parametrize("tied", ["false", "true"])
+@pytest.mark.parametrize("position", choices("position"))
+def test_embeddings_have_rms_one_in_sum(init: str, tied: str, position: str):
+    """Over 256 x 64 draws the RMS is off by 1/sqrt(2 * 256 * 64) = 0.6%; 3% is five times that."""
+    words = [f"init={init}", f"model.tied={tied}", f"position={position}", "model.dim=64", "model.context=256"]
+    model = network(*words, vocab=256)
+    x = model.embed(torch.arange(256)[None])
+    assert x.square().mean().sqrt().item() == pytest.approx(1, rel=0.03)
+    assert model.head.weight.std().item() == pytest.approx(64**-0.5, rel=0.03)
+    assert (model.head.weight is model.embed.token) == (tied == "true")
+
+
+def test_init_normal_is_the_same_std_everywhere():
+    model = network("init=normal", "position=learned", "model.dim=64", "model.context=64", vocab=256)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            assert parameter.std().item() == pytest.approx(0.02, rel=0.04), name
+    assert model.embed.scale == 1.0
+
+
+def test_biases_start_at_zero():
+    model = network("model.bias=true")
+    biases = [p for n, p in model.named_parameters() if n.endswith(".bias")]
+    assert len(biases) == 2 * 6
+    assert all((p == 0).all() for p in biases)

@@ -1,0 +1,93 @@
+"""The command line itself: one run, a sweep, a resume, and what a newcomer does next."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, SMALL
+
+WORDS = [*SMALL, "data=synthetic", "data.tokens=20000", "threads=1"]
+
+
+def command(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"NORMLAB_CACHE": str(cwd), "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *words], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path, Path]:
+    cwd = tmp_path_factory.mktemp("first")
+    ended = command("train.py", *WORDS, "norm=rmsnorm", "placement=pre", "steps=60", "val_every=20", cwd=cwd)
+    (directory,) = (cwd / "runs").iterdir()
+    return ended, directory, cwd
+
+
+def test_one_run(first):
+    ended, directory, _ = first
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_rmsnorm_pre_standard_[0-9a-f]{6}", directory.name)
+    for said in ("x <- x + F(N(x));  logits = W N(x)", "alpha = 1", "q (score)", "unigram entropy", "true entropy"):
+        assert said in ended.stdout, said
+    assert re.search(r"^step 60/60  loss [\d.]+  val [\d.]+  grad [\d.]+  tok/s [\d,]+$", ended.stdout, re.M)
+    assert ended.stdout.splitlines()[-1] == f"picture: {directory.relative_to(directory.parents[1])}/report.png"
+    assert (directory / "report.png").read_bytes()[1:4] == b"PNG"
+    assert json.loads((directory / "summary.json").read_text())["axes"]["norm"] == "rmsnorm"
+    assert list(directory.glob("wandb/offline-run-*/run-*.wandb"))
+
+
+def test_a_single_step_runs(tmp_path: Path):
+    ended = command("train.py", *WORDS, "steps=1", "logger=none", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_generate_continues_a_prompt(first):
+    _, directory, cwd = first
+    one = command("scripts/generate.py", str(directory), "ab", "--length", "20", "--seed", "1", cwd=cwd)
+    assert one.returncode == 0, one.stderr
+    assert one.stdout.startswith("ab") and len(one.stdout) > 10
+    again = command("scripts/generate.py", str(directory), "ab", "--length", "20", "--seed", "1", cwd=cwd)
+    other = command("scripts/generate.py", str(directory), "ab", "--length", "20", "--seed", "2", cwd=cwd)
+    assert again.stdout == one.stdout != other.stdout
+    greedy = [
+        command("scripts/generate.py", str(directory), "ab", "--length", "9", *words, "--seed", seed, cwd=cwd).stdout
+        for words, seed in ((["--temperature", "0"], "1"), (["--top-k", "1"], "2"))
+    ]
+    assert greedy[0] == greedy[1]
+
+
+def test_generate_says_what_is_missing(tmp_path: Path):
+    ended = command("scripts/generate.py", str(tmp_path), cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1 and "checkpoints/last.ckpt is missing" in ended.stderr
+
+
+def test_report_draws_one_and_compares_two(first):
+    _, directory, cwd = first
+    one = command("scripts/report.py", str(directory), cwd=cwd)
+    assert one.returncode == 0 and "stable" in one.stdout or "stalled" in one.stdout
+
+
+def test_resume_of_a_finished_run_adds_nothing(first):
+    _, directory, cwd = first
+    before = (directory / "metrics.jsonl").read_bytes()
+    ended = command("train.py", f"resume={directory}", cwd=cwd)
+    assert ended.returncode == 0, ended.stderr
+    assert (directory / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_sweep_goes_on_after_a_job_that_is_refused(tmp_path: Path):
+    words = [*WORDS, "steps=3", "logger=none", "norm=rmsnorm,layernorm", "model.heads=3,2", "hydra.sweep.dir=sweep"]
+    ended = command("train.py", "-m", *words, cwd=tmp_path)
+    assert "model.dim=16 must divide by model.heads=3" in ended.stderr
+    done = sorted(path.parent.name for path in (tmp_path / "sweep").glob("*/summary.json"))
+    assert len(done) == 2
+    norms = [json.loads((tmp_path / "sweep" / n / "summary.json").read_text())["axes"]["norm"] for n in done]
+    assert sorted(norms) == ["layernorm", "rmsnorm"]

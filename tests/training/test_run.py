@@ -1,0 +1,292 @@
+"""Whole runs in this process: the records, what must not change the result, and what becomes of a run that breaks."""
+
+import json
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.nn import functional as F
+
+import train
+from conf.help import CONF
+from data.tokens import prepare
+from data.windows import Windows
+from stability.records import read
+from tests.conftest import SMALL, config, plain
+from training import run as run_module
+from training.pace import Pace
+
+LONG = ["steps=60", "log_every=7", "val_every=25"]
+
+
+def steps(records):
+    return [record for record in records if "loss" in record]
+
+
+def same(a, b, rel: float) -> None:
+    """Two records, number by number."""
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        if isinstance(value, dict):
+            same(value, b[key], rel)
+        else:
+            np.testing.assert_allclose(b[key], value, rtol=rel, atol=1e-9, err_msg=key)
+
+
+def test_the_record_keeps_its_contract(run):
+    records, summary = run(*LONG, "clip=0.7", "optimizer.lr=1e-2")
+    assert [r["step"] for r in steps(records)] == list(range(1, 61))
+    assert [r["step"] for r in records if "val_loss" in r] == [0, 25, 50, 60]
+    for record in steps(records):
+        assert {"step", "tokens", "loss", "lr", "grad_norm", "clip_coefficient"} <= record.keys()
+        assert record["tokens"] == record["step"] * 16 * 8
+        full = record["step"] == 1 or record["step"] % 7 == 0 or record["step"] == 60
+        assert ("attention" in record["grad_norm"]) == full
+        norms = record["grad_norm"]
+        assert record["clip_coefficient"] == pytest.approx(min(1, 0.7 / (norms["total"] + 1e-6)), rel=1e-6)
+        if full:
+            assert set(norms) == {
+                "total",
+                "embed",
+                "head",
+                "attention",
+                "ffn",
+                "norm",
+                "residual",
+                *"qkvo",
+                "up",
+                "down",
+            }
+            parts = sum(sum(x * x for x in norms[part]) for part in ("attention", "ffn", "norm", "residual"))
+            assert parts + norms["embed"] ** 2 + norms["head"] ** 2 == pytest.approx(norms["total"] ** 2, rel=1e-5)
+    assert any(record["clip_coefficient"] < 1 for record in steps(records))
+    directory = summary["directory"]
+    for name in ("config.yaml", "overrides.yaml", "environment.json", "tokenizer.json", "summary.json", "report.png"):
+        assert (directory / name).stat().st_size > 0, name
+    assert json.loads((directory / "summary.json").read_text())["verdict"] == summary["verdict"]
+    assert summary["code"] == 0
+    assert summary["unigram_entropy"] > summary["floor"] > 0
+    environment = json.loads((directory / "environment.json").read_text())
+    assert environment["threads"] == 1 and len(environment["corpus"]["hash"]) == 16
+    for name in ("last", "best"):
+        loaded = torch.load(directory / "checkpoints" / f"{name}.ckpt", weights_only=True)
+        assert all(torch.isfinite(value).all() for value in loaded["state_dict"].values())
+    assert read(directory).layers["block"].shape == (10, 2)
+
+
+def test_accumulation_does_not_change_the_result(run):
+    """1e-5: sums of 128 float32 terms in another order differ by about 1e-6 of themselves."""
+    one, _ = run("steps=8", "log_every=1")
+    four, _ = run("steps=8", "log_every=1", "accumulate=4")
+    for a, b in zip(one, four, strict=True):
+        same(a, b, 1e-5)
+
+
+def test_the_logged_norms_are_autograds_and_before_clipping(run):
+    """The same weights and windows outside the product: composed, drawn and differentiated here."""
+    records, _ = run("steps=1", "clip=0.01")
+    settings = plain(*SMALL, "data=synthetic", "data.tokens=20000")
+    corpus = train.instantiate(settings["data"])
+    tokens = prepare(corpus, train.instantiate(settings["tokenizer"]), context=8)
+    model = train.network(settings, train.choices_of(settings), tokens.vocab)
+    window = Windows(tokens.train, context=8, batch=16, accumulate=1, steps=1, seed=0)[0]
+    loss = F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    total = math.sqrt(sum(g.double().square().sum().item() for g in gradients))
+    (record,) = steps(records)
+    assert record["loss"] == pytest.approx(loss.item(), rel=1e-6)
+    assert record["grad_norm"]["total"] == pytest.approx(total, rel=1e-5)
+    assert total > 0.1  # far above the clip: what is logged is before it
+    assert record["clip_coefficient"] == pytest.approx(0.01 / total, rel=1e-4)
+
+
+def test_clipping_scales_the_gradient_that_the_optimizer_sees(run, monkeypatch):
+    seen = []
+
+    class Spy(Callback):
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            grads = [p.grad for p in module.parameters() if p.grad is not None]
+            if grads:
+                seen.append(torch.stack([g.norm() for g in grads]).norm().item())
+
+    spying = run_module._trainer
+    monkeypatch.setattr(run_module, "_trainer", lambda d, s, c, **k: spying(d, s, [*c, Spy()], **k))
+    records, _ = run("steps=4", "clip=0.05")
+    # zero_grad comes before the next backward: the gradient still there is the one that was used
+    assert seen == pytest.approx([0.05] * len(seen), rel=1e-4)
+    assert len(seen) == 3
+    assert all(record["grad_norm"]["total"] > 0.05 for record in steps(records))
+
+
+def test_validation_logging_and_saving_leave_the_training_alone(run):
+    often, _ = run("steps=12", "val_every=1", "log_every=1", "save_every=1", "model.dropout=0.2")
+    never, _ = run("steps=12", "val_every=99", "log_every=5", "save_every=99", "model.dropout=0.2")
+    assert [r["loss"] for r in steps(often)] == [r["loss"] for r in steps(never)]
+
+
+def test_what_the_seed_decides(run):
+    first, _ = run("steps=3")
+    again, _ = run("steps=3")
+    other, _ = run("steps=3", "seed=1")
+    assert first == again
+    assert steps(first)[0]["loss"] != steps(other)[0]["loss"]
+
+
+def test_two_norms_see_the_same_windows_and_start_with_the_same_loss(run):
+    """RMSNorm and its zero-centred form are one function at the start."""
+    plain_gain, _ = run("steps=1", "norm=rmsnorm")
+    centred, _ = run("steps=1", "norm=zero_rmsnorm")
+    assert plain_gain[0]["val_loss"] == pytest.approx(centred[0]["val_loss"], rel=1e-6)
+    assert steps(plain_gain)[0]["grad_norm"]["q"] == pytest.approx(steps(centred)[0]["grad_norm"]["q"], rel=1e-5)
+
+
+def test_random_data_never_goes_below_its_entropy(run):
+    """Uniform, independent symbols: ln V is the floor; only a leak of the future could go below it. The mean loss over
+    16 x 8 symbols near that floor has a deviation of about 0.01 here."""
+    words = ["data.concentration=null", "data.symbols=16", "steps=150", "data.tokens=200000", "optimizer.lr=3e-3"]
+    records, summary = run(*words)
+    assert summary["floor"] == pytest.approx(math.log(16), rel=1e-9)
+    losses = [record["loss"] for record in steps(records)]
+    assert np.mean(losses[-50:]) == pytest.approx(math.log(16), abs=0.1)
+    assert min(losses) > math.log(16) - 0.05
+    assert min(record["val_loss"] for record in records if "val_loss" in record) > math.log(16) - 0.005
+    assert summary["verdict"] == "stable"
+
+
+def test_a_known_floor_is_approached(run):
+    words = ["data.concentration=0.05", "data.symbols=8", "steps=300", "data.tokens=200000", "optimizer.lr=1e-2"]
+    _, summary = run(*words)
+    assert summary["floor"] < summary["final_val_loss"] < summary["floor"] + 0.15 < summary["unigram_entropy"]
+
+
+class Poison(Callback):
+    """From step `first` on, for `count` steps, layer `layer` answers nan."""
+
+    def __init__(self, layer: int, first: int, count: int = 10**9) -> None:
+        self.layer, self.first, self.count = layer, first, count
+
+    def on_train_start(self, trainer, module):
+        def poison(_, __, output):
+            active = module.model.training and self.first <= trainer.global_step + 1 < self.first + self.count
+            return output * torch.nan if active else output
+
+        module.model.blocks[self.layer - 1].register_forward_hook(poison)
+
+
+def poisoned(monkeypatch, *args, **words) -> None:
+    original = run_module._trainer
+    added = Poison(*args, **words)
+    monkeypatch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, added], **k))
+
+
+@pytest.mark.parametrize("layer, first", [(1, 12), (2, 20)])
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_run_that_is_not_finite_stops_and_says_where(run, monkeypatch, layer: int, first: int, log_every: int):
+    poisoned(monkeypatch, layer, first)
+    records, summary = run("steps=60", f"log_every={log_every}", "save_every=5")
+    assert (summary["verdict"], summary["code"]) == ("diverged", 3)
+    assert (summary["first_bad_step"], summary["first_bad_layer"]) == (first, layer)
+    assert f"step {first}" in summary["reason"] and f"layer {layer}" in summary["reason"]
+    bad = [record for record in steps(records) if record.get("skipped")]
+    assert [record["step"] for record in bad][:3] == [first, first + 1, first + 2]
+    assert all(record["loss"] is None and "loss" in record["nonfinite"] for record in bad)
+    assert steps(records)[-1]["step"] < first + 3 + log_every
+    kept = torch.load(summary["directory"] / "checkpoints" / "last.ckpt", weights_only=True)
+    assert kept["global_step"] == first // 5 * 5  # the skipped step left its weights as they were
+    assert all(torch.isfinite(value).all() for value in kept["state_dict"].values())
+
+
+def test_a_single_step_that_is_not_finite_is_skipped_and_counted(run, monkeypatch):
+    words = ["steps=60", "optimizer.lr=3e-2", "data.concentration=0.05", "data.symbols=8"]
+    clean, _ = run(*words)
+    poisoned(monkeypatch, 1, 20, count=1)
+    records, summary = run(*words)
+    assert (summary["verdict"], summary["skipped_steps"], summary["code"]) == ("spiky", 1, 0)
+    assert [r["step"] for r in steps(records)] == list(range(1, 61))
+    assert steps(records)[18] == steps(clean)[18]
+    # the step keeps its place in the schedule
+    assert [r["lr"] for r in steps(records)] == [r["lr"] for r in steps(clean)]
+
+
+def test_a_loss_far_above_its_start_ends_the_run(run):
+    words = ["optimizer.lr=30", "clip=0", "schedule=constant", "schedule.warmup=0", "steps=100", "placement=pre"]
+    records, summary = run(*words)
+    assert (summary["verdict"], summary["code"]) == ("diverged", 3)
+    assert summary["first_bad_step"] and len(steps(records)) < 100
+
+
+class Kick(Callback):
+    def __init__(self, step: int, number: int) -> None:
+        self.step, self.number = step, number
+
+    def on_train_batch_start(self, trainer, module, *_):
+        if trainer.global_step + 1 == self.step and self.number:
+            number, self.number = self.number, 0
+            os.kill(os.getpid(), number)  # in the first micro-batch of the step
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_after_its_step_and_it_resumes_exactly(run, monkeypatch, number: int, code: int):
+    words = ["steps=20", "val_every=6", "model.dropout=0.1", "accumulate=2"]
+    unbroken, _ = run(*words)
+    original = run_module._trainer
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, Kick(9, number)], **k))
+        broken, summary = run(*words)
+    assert (summary["verdict"], summary["code"]) == ("interrupted", code)
+    assert steps(broken)[-1]["step"] == 9
+    resumed, summary = run(*words, f"resume={summary['directory']}", directory=summary["directory"])
+    assert summary["verdict"] == "too_short" and summary["steps_done"] == 20
+    without_arrays = [{k: v for k, v in r.items() if k != "grad_norm"} for r in resumed]
+    assert without_arrays == [{k: v for k, v in r.items() if k != "grad_norm"} for r in unbroken]
+    assert [r["grad_norm"]["total"] for r in steps(resumed)] == [r["grad_norm"]["total"] for r in steps(unbroken)]
+
+
+def test_a_resume_that_would_change_the_numbers_is_refused(run):
+    _, summary = run("steps=4")
+    with pytest.raises(ValueError, match=r"optimizer\.lr differ"):
+        run("steps=4", "optimizer.lr=2e-3", f"resume={summary['directory']}", directory=summary["directory"])
+    os.remove(summary["directory"] / "checkpoints" / "last.ckpt")
+    with pytest.raises(ValueError, match=r"last\.ckpt is missing"):
+        run("steps=4", f"resume={summary['directory']}", directory=summary["directory"])
+
+
+def test_float64_and_bf16_mixed_run(run):
+    double, _ = run("steps=2", "precision=fp64")
+    single, _ = run("steps=2", "precision=fp32")
+    mixed, _ = run("steps=2", "precision=bf16-mixed")
+    # float32 against float64: some 1e-6; bfloat16 has 8 bits of mantissa, 4e-3 an operation
+    assert steps(single)[1]["loss"] == pytest.approx(steps(double)[1]["loss"], rel=1e-5)
+    assert steps(mixed)[1]["loss"] == pytest.approx(steps(double)[1]["loss"], rel=2e-2)
+    assert steps(mixed)[1]["loss"] != steps(single)[1]["loss"]
+
+
+def test_the_picture_of_the_whole_catalogue_of_norms_is_one_command_away():
+    """Every choice of every axis composes and passes the type check."""
+    for axis in (path.name for path in CONF.iterdir() if path.is_dir() and not path.name.startswith("__")):
+        for choice in sorted(path.stem for path in (CONF / axis).glob("*.yaml")):
+            assert config(f"{axis}={choice}")
+
+
+def test_pace_never_saves_weights_that_are_not_finite(run):
+    _, summary = run("steps=2")
+    pace = Pace(summary["directory"] / "elsewhere", None, val_every=1, save_every=1)
+
+    class Broken(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([torch.nan]))
+
+    class Task:
+        model = Broken()
+
+        class recorder:
+            reason = None
+            flush = pause = staticmethod(lambda: None)
+
+    pace._save(None, Task, "last")
+    assert not (summary["directory"] / "elsewhere").exists()
