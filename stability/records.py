@@ -214,7 +214,7 @@ def label(runs: Sequence[Run]) -> list[str]:
     said, so that a comparison of two things at once does not pass for a comparison of one. Runs that differ in nothing
     get their names, and their directories where the names are the same.
     """
-    axes = [dict((run.summary or {}).get("axes") or {}) for run in runs]
+    axes = [{k: v for k, v in ((run.summary or {}).get("axes") or {}).items() if k not in UNTOLD} for run in runs]
     changed = _differing(axes)
     settings = [
         {key: value for key, value in _leaves(run.config) if not {key, key.split(".")[0]} & {*UNTOLD, *changed}}

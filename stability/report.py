@@ -80,7 +80,7 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> None:
 
 def _heading_lines(run: Run) -> list[str]:
     summary = run.summary or {}
-    reason = textwrap.wrap(str(summary.get("reason") or "\n".join(run.notes)), 150)
+    reason = textwrap.wrap(str(summary.get("reason") or "\n".join(run.notes)), 138)
     equation = str(summary.get("equation") or "").strip().splitlines()
     return [_plain(line) for line in [*reason, *equation]]
 

@@ -33,13 +33,13 @@ def precision(asked: str, device: str) -> LightningPrecision:
 
 
 def threads(asked: int | None, *, tokens: int, dim: int) -> int:
-    """CPU threads: as asked, else one for each 2^16 elements of the stream in a micro-batch, from 1 to the cores.
+    """CPU threads: as asked, else one for each 2^15 elements of the stream in a micro-batch, from 1 to the cores.
 
     Below that size handing work over costs more than it saves. A rule of shape and cores, never measured at run time:
     bit equality of two runs is promised at equal threads.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return asked or max(1, min(cores, tokens * dim // 2**16))
+    return asked or max(1, min(cores, tokens * dim // 2**15))
 
 
 def peak_memory(device: str) -> int:

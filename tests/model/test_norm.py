@@ -4,10 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from torch import Tensor, nn
 
 from conf.help import choices
-from hydra.utils import instantiate
 from model import norm as norms
 from tests.conftest import plain
 

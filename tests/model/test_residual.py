@@ -47,11 +47,11 @@ def test_alpha_times_beta_is_the_same_at_every_depth(depth: int):
     "residual, ffn, expected",
     [
         ("standard", "gelu", dict.fromkeys(["q", "k", "v", "o", "up", "down"], 1.0)),
-        ("gpt2", "gelu", dict(q=1, k=1, v=1, o=8**-0.5, up=1, down=8**-0.5)),
-        ("gpt2", "swiglu", dict(q=1, k=1, v=1, o=8**-0.5, gate=1, up=1, down=8**-0.5)),
-        ("deepnorm", "gelu", dict(q=1, k=1) | dict.fromkeys(["v", "o", "up", "down"], 32**-0.25)),
-        ("deepnorm", "swiglu", dict(q=1, k=1, gate=1) | dict.fromkeys(["v", "o", "up", "down"], 32**-0.25)),
-        ("deepnorm residual.scale_gate=true", "swiglu", dict(q=1, k=1) | dict.fromkeys(["v", "o", "gate", "up", "down"], 32**-0.25)),
+        ("gpt2", "gelu", {"q": 1, "k": 1, "v": 1, "o": 8**-0.5, "up": 1, "down": 8**-0.5}),
+        ("gpt2", "swiglu", {"q": 1, "k": 1, "v": 1, "o": 8**-0.5, "gate": 1, "up": 1, "down": 8**-0.5}),
+        ("deepnorm", "gelu", {"q": 1, "k": 1} | dict.fromkeys(["v", "o", "up", "down"], 32**-0.25)),
+        ("deepnorm", "swiglu", {"q": 1, "k": 1, "gate": 1} | dict.fromkeys(["v", "o", "up", "down"], 32**-0.25)),
+        ("deepnorm residual.scale_gate=true", "swiglu", {"q": 1, "k": 1} | dict.fromkeys(["v", "o", "gate", "up", "down"], 32**-0.25)),
     ],
 )  # fmt: skip
 def test_the_std_of_every_matrix_by_role(residual: str, ffn: str, expected: dict[str, float]):

@@ -58,7 +58,7 @@ def test_the_equation_is_what_the_network_computes(placement: str, residual: str
     built = train.choices_of(plain(*words))
     model = network(*words, vocab=VOCAB).double()
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for _name, parameter in model.named_parameters():
             if parameter.ndim < 2:
                 parameter.add_(torch.rand_like(parameter))  # so that no norm and no coefficient is like another
     tokens = torch.randint(VOCAB, (2, 5))
