@@ -68,7 +68,7 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
     choices, sizes = choices_of(plain), plain["model"]
     # one layer of the real sizes, so that whatever does not fit together is said before any data is read
     network(plain | {"model": sizes | {"depth": min(sizes["depth"], 1)}}, choices, vocab=2)
-    for refusal in refusals(choices, names, sizes["depth"]):
+    for refusal in refusals(choices, names, **{key: sizes[key] for key in ("depth", "dim", "qk_norm")}):
         if not scalars["allow_unstable"]:
             raise ValueError(f"{refusal}; allow_unstable=true runs it all the same")
         print(f"allow_unstable=true: {refusal}")

@@ -5,7 +5,7 @@ judged the day it is added. `allow_unstable=true` runs what is refused here, sin
 """
 
 from collections.abc import Iterator
-from math import log10
+from math import log10, sqrt
 
 from torch import nn
 
@@ -16,10 +16,11 @@ from model.transformer import Choices
 BRANCHES: tuple[Branch, ...] = ("attention", "ffn")
 
 
-def refusals(choices: Choices, names: dict[str, str], depth: int) -> Iterator[str]:
+def refusals(choices: Choices, names: dict[str, str], *, depth: int, dim: int, qk_norm: str) -> Iterator[str]:
     """A line for each trap: both choices by `names` (axis -> choice), the number, and what to use in their place."""
     sample = choices.norm(8)
     yield from _skip_growth(choices, names, depth, has_norm=not isinstance(sample, nn.Identity))
+    yield from _unbounded_scores(choices, names, depth, dim, qk_norm)
     if getattr(sample, "sees_future", False):
         yield (
             f"norm={names['norm']} in a causal model takes its statistics over time, so that in training every "
@@ -40,4 +41,17 @@ def _skip_growth(choices: Choices, names: dict[str, str], depth: int, has_norm: 
             f"stream by alpha = {alphas[0]:.4g} at each of {len(bare)} branches that no norm follows, about "
             f"10^{growth:.1f} in all at model.depth={depth} (float32 ends near 10^38.5): use recipe=deepnorm "
             "(placement=post) or residual=standard"
+        )
+
+
+def _unbounded_scores(choices: Choices, names: dict[str, str], depth: int, dim: int, qk_norm: str) -> Iterator[str]:
+    """A branch that reads the bare stream through matrices of full size: its attention scores grow with the stream, and
+    at the start the gradient grows towards the input by about 10^(0.08 N) over N blocks (measured with Xavier at N = 12,
+    24, 48, 100; docs/log.md). OLMo 2 (arXiv 2501.00656, section 3) uses the placement together with QK-norm."""
+    places = choices.placement.at(Site("attention", depth, depth))
+    full_size = choices.init.matrix(dim, dim) * sqrt(dim) > 0.5
+    if places == {"out"} and qk_norm == "none" and full_size and depth >= 24:
+        yield (
+            f"placement={names['placement']} with model.qk_norm=none and init={names['init']} starts with a gradient "
+            f"about 10^{0.08 * depth:.0f} times as large in layer 1 as in layer {depth}: use model.qk_norm=full, as OLMo 2"
         )

@@ -10,9 +10,12 @@ from tests.conftest import cells, plain
 
 
 def refused(norm: str, placement: str, residual: str, depth: int) -> list[str]:
-    names = {"norm": norm, "placement": placement, "residual": residual}
-    built = train.choices_of(plain(*[f"{axis}={name}" for axis, name in names.items()]))
-    return list(refusals(built, names, depth))
+    return check({"norm": norm, "placement": placement, "residual": residual}, depth)
+
+
+def check(names: dict[str, str], depth: int, *words: str, qk_norm: str = "full") -> list[str]:
+    built = train.choices_of(plain(*[f"{axis}={name}" for axis, name in names.items()], *words))
+    return list(refusals(built, {"init": "xavier"} | names, depth=depth, dim=64, qk_norm=qk_norm))
 
 
 def test_the_growth_of_deepnorm_on_a_pre_norm_stream(oracle):
@@ -35,6 +38,13 @@ def test_mix_counts_only_the_layers_without_a_sum_norm():
 
 def test_a_learnt_skip_is_judged_by_where_it_starts():
     assert not refused("rmsnorm", "pre", "learned_scalars", 12)
-    names = {"norm": "rmsnorm", "placement": "pre", "residual": "learned_scalars"}
-    built = train.choices_of(plain("residual=learned_scalars", "residual.alpha=2.0"))
-    assert len(list(refusals(built, names, 12))) == 1
+    assert len(check({"residual": "learned_scalars", "placement": "pre", "norm": "rmsnorm"}, 12, "residual.alpha=2.0")) == 1
+
+
+def test_the_reordered_norm_needs_qk_norm_where_it_is_deep():
+    (line,) = check({"placement": "out", "norm": "rmsnorm"}, 48, qk_norm="none")
+    assert "placement=out" in line and "model.qk_norm=full" in line and "10^4 times" in line
+    assert not check({"placement": "out"}, 48, qk_norm="head")
+    assert not check({"placement": "out"}, 12, qk_norm="none")
+    assert not check({"placement": "sandwich"}, 48, qk_norm="none")
+    assert not check({"placement": "out", "init": "normal"}, 48, qk_norm="none")  # 0.02 is 0.16 / sqrt(64)

@@ -1,0 +1,83 @@
+"""What only a CUDA device can show: `python -m pytest -m gpu`, a minute in all."""
+
+import warnings
+
+import pytest
+import torch
+
+from conf.help import choices
+from tests.conftest import network
+from training import device as machine
+from training.optim import adamw
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def losses(records) -> list[float]:
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_gpu_runs_in_bf16_where_it_is_made_for_it(run):
+    records, summary = run("steps=60", "optimizer.lr=1e-2")
+    assert summary["code"] == 0 and len(losses(records)) == 60
+    if torch.cuda.get_device_capability() >= (8, 0):
+        assert machine.precision("auto", "cuda") == "bf16-mixed"
+    assert summary["peak_memory_bytes"] == torch.cuda.max_memory_allocated()
+
+
+def test_gpu_in_float32_equals_the_cpu(run, monkeypatch):
+    """The same draws and windows: after 5 steps float32 sums in another order differ by some 1e-5."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    gpu, _ = run("steps=5", "precision=fp32")
+    monkeypatch.setattr(machine, "accelerator", lambda: "cpu")
+    cpu, _ = run("steps=5", "precision=fp32")
+    assert losses(gpu) == pytest.approx(losses(cpu), rel=1e-4)
+
+
+@pytest.mark.parametrize("norm", [name for name in choices("norm") if name != "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_norms_equal_the_cpu_and_are_dispatched_to_fused_kernels(norm: str, dtype: torch.dtype):
+    module = network(f"norm={norm}", "model.dim=64").head.norm
+    x = torch.randn(4, 32, 64).to(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "Cannot dispatch to fused implementation"
+        on_gpu = module.cuda()(x.cuda()).cpu()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(on_gpu, module.cpu()(x), rtol=tolerance, atol=tolerance)
+
+
+def test_gpu_skips_a_step_that_is_not_finite_on_the_device():
+    model = network().cuda()
+    optimizer = adamw(model, lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.found_inf = torch.ones((), device="cuda")
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+def test_gpu_measures_clips_and_guards_without_synchronising():
+    """`configure_gradient_clipping` between two log steps: whatever fetched a number from the device would raise."""
+    from model.inventory import inventory
+    from stability.gradients import GradientNorms
+
+    model = network().cuda()
+    gradients = GradientNorms(inventory(model), model.depth)
+    optimizer = adamw(model, lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.found_inf = torch.zeros((), device="cuda")
+    optimizer.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        norms = gradients.measure()
+        total = torch.linalg.vector_norm(norms)
+        optimizer.found_inf = (~torch.isfinite(total)).to(torch.float32)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, total)
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
