@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 def deep(tmp_path, *words: str) -> Run:
     before = torch.get_num_threads()
     words = ["model=deep", "model.depth=100", "model.dim=64", "steps=60", "optimizer.lr=1e-3", "log_every=1", *words]
-    words += ["logger=none", "data.val_windows=32"]
+    # one thread: a second one is worth little at this width, and costs much where another process wants the core
+    words += ["logger=none", "data.val_windows=32", "threads=1"]
     cfg, choices = config(*words)
     _, code = train.train(cfg, tmp_path / "run", choices, words)
     torch.set_num_threads(before)

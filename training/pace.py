@@ -124,6 +124,10 @@ class Bar(TQDMProgressBar):
         super().__init__(refresh_rate=recorder.log_every)
         self.recorder = recorder
 
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        super().on_train_epoch_start(trainer)
+        self.train_progress_bar.set_description("training")  # one endless epoch: its number says nothing
+
     def get_metrics(self, *_: Any) -> dict[str, int | str | float | dict[str, float]]:
         return {**shown(self.recorder)}
 

@@ -44,7 +44,10 @@ class WandbLog:
     ) -> None:
         import wandb
 
-        chosen: Any = os.environ.get("WANDB_MODE", "online" if _logged_in() else "offline") if mode == "auto" else mode
+        known = _logged_in(wandb.Settings().base_url)
+        if mode == "online" and not known:
+            raise ValueError("logger.mode=online needs a key: `wandb login` first, or leave logger.mode=auto (offline)")
+        chosen: Any = os.environ.get("WANDB_MODE", "online" if known else "offline") if mode == "auto" else mode
         settings = wandb.Settings(console="off", silent=True, quiet=True, init_timeout=20)
         start: dict[str, Any] = {
             "dir": str(directory),
@@ -91,10 +94,11 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
     return out
 
 
-def _logged_in() -> bool:
+def _logged_in(base_url: str) -> bool:
+    """Whether a key for the server is at hand, without asking it."""
     if os.environ.get("WANDB_API_KEY"):
         return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    host = urlparse(os.environ.get("WANDB_BASE_URL", base_url)).hostname or ""
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

@@ -141,3 +141,10 @@ def test_dropout_acts_in_training_alone():
     assert torch.equal(module.eval()(u), module(u))
     dropped = (module.train()(u) == 0).float().mean().item()
     assert 0.4 < dropped < 0.6  # 1024 draws of 1/2: 0.016 is one standard deviation
+
+
+def test_attention_drops_its_output_too():
+    module = build(bias=False).float().train()
+    module.dropout = 0.5
+    dropped = (module(torch.randn(8, TIME, DIM)) == 0).float().mean().item()
+    assert 0.4 < dropped < 0.6

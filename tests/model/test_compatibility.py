@@ -38,7 +38,10 @@ def test_mix_counts_only_the_layers_without_a_sum_norm():
 
 def test_a_learnt_skip_is_judged_by_where_it_starts():
     assert not refused("rmsnorm", "pre", "learned_scalars", 12)
-    assert len(check({"residual": "learned_scalars", "placement": "pre", "norm": "rmsnorm"}, 12, "residual.alpha=2.0")) == 1
+    assert (
+        len(check({"residual": "learned_scalars", "placement": "pre", "norm": "rmsnorm"}, 12, "residual.alpha=2.0"))
+        == 1
+    )
 
 
 def test_the_reordered_norm_needs_qk_norm_where_it_is_deep():

@@ -62,6 +62,17 @@ def test_init_normal_is_the_same_std_everywhere():
     assert model.embed.scale == 1.0
 
 
+def test_the_embedding_norm_stands_after_the_position_and_before_dropout():
+    model = network("placement=peri", "position=learned", "model.dropout=0.5", "model.dim=64", vocab=32)
+    tokens = torch.arange(8)[None]
+    expected = model.embed.norm(model.embed.token[tokens] * model.embed.scale + model.embed.position.weight[:8])
+    assert torch.allclose(model.eval().embed(tokens), expected)
+    dropped = model.train().embed(tokens)
+    assert 0.3 < (dropped == 0).float().mean().item() < 0.7
+    kept = dropped != 0
+    assert torch.allclose(dropped[kept], 2 * expected[kept])
+
+
 def test_biases_start_at_zero():
     model = network("model.bias=true")
     biases = [p for n, p in model.named_parameters() if n.endswith(".bias")]

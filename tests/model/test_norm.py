@@ -157,6 +157,17 @@ def test_batchnorm_evaluates_with_running_statistics():
     assert not torch.equal(evaluated, module(x * 2))
 
 
+def test_batchnorm_keeps_running_statistics_as_its_paper_has_them():
+    """running <- (1 - m) running + m now, the variance unbiased: sum (x - mean)^2 / (n - 1)."""
+    module = build("batchnorm", momentum=0.25).double().train()
+    x = torch.randn(2, 3, DIM, dtype=torch.float64)
+    module(x)
+    rows = x.reshape(6, DIM)
+    unbiased = ((rows - rows.mean(0)) ** 2).sum(0) / 5
+    torch.testing.assert_close(module.mean, 0.25 * rows.mean(0))
+    torch.testing.assert_close(module.var, 0.75 + 0.25 * unbiased)
+
+
 @pytest.mark.parametrize(
     "call, words",
     [

@@ -99,6 +99,15 @@ def test_a_sustained_loss_above_the_start_ends_a_run():
     assert "above its start" in reason
 
 
+@pytest.mark.parametrize("steps, stretch", [(100, 20), (1000, 100)])
+def test_how_long_a_loss_may_stay_above(steps: int, stretch: int):
+    """20 steps, or a tenth of the run where that is more."""
+    loss = np.full(steps, 9.0)
+    loss[0] = 5.0
+    reason, seen, step = watch(loss)
+    assert reason and (step, seen.first_bad_step) == (stretch + 1, 2)
+
+
 @pytest.mark.parametrize("above", [0.05, -0.05])
 def test_noise_around_the_start_is_no_divergence(above: float):
     """A uniform text: the loss starts at ln V and stays there."""

@@ -28,6 +28,15 @@ def test_only_matrices_decay_and_gains_by_their_own_decay(norm: str):
         assert decay == {"matrix": 0.1, "norm": 0.3}.get(kinds[name], 0.0), name
 
 
+def test_every_knob_reaches_the_optimizer():
+    optimizer = adamw(network("model.depth=1"), lr=0.5, betas=[0.7, 0.8], eps=1e-3)
+    assert {key: optimizer.defaults[key] for key in ("lr", "betas", "eps")} == {
+        "lr": 0.5,
+        "betas": (0.7, 0.8),
+        "eps": 1e-3,
+    }
+
+
 def test_a_tied_matrix_is_an_embedding():
     assert decays(network("model.tied=true"))["embed.token"] == 0.0
 

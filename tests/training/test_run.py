@@ -19,6 +19,7 @@ from stability.records import read
 from tests.conftest import SMALL, config, plain
 from training import run as run_module
 from training.pace import Pace
+from training.recorder import Recorder
 
 LONG = ["steps=60", "log_every=7", "val_every=25"]
 
@@ -163,6 +164,28 @@ def test_a_known_floor_is_approached(run):
     assert summary["floor"] < summary["final_val_loss"] < summary["floor"] + 0.15 < summary["unigram_entropy"]
 
 
+def test_best_is_the_checkpoint_of_the_lowest_validation(run):
+    """So small a text is soon known by heart: the validation loss falls, then rises."""
+    words = ["data.tokens=400", "data.val_fraction=0.5", "steps=200", "val_every=10", "optimizer.lr=3e-2"]
+    records, summary = run(*words, "schedule=constant")
+    values = {record["step"]: record["val_loss"] for record in records if "val_loss" in record and record["step"]}
+    best = min(values, key=values.get)
+    assert best < 200
+    kept = torch.load(summary["directory"] / "checkpoints" / "best.ckpt", weights_only=True)
+    assert kept["global_step"] == best
+    assert summary["best_val_loss"] == values[best] < summary["final_val_loss"] == values[200]
+
+
+def test_a_stall_tells_the_gradient_of_the_first_and_the_last_step(run):
+    records, summary = run("steps=60")
+    blocks = [
+        [sum(r["grad_norm"][part][0] ** 2 for part in ("attention", "ffn", "norm", "residual")) ** 0.5]
+        for r in (steps(records)[0], steps(records)[-1])
+    ]
+    assert summary["verdict"] == "stalled"
+    assert f"layer 1 went from {blocks[0][0]:.1e} (step 1) to {blocks[1][0]:.1e} (step 60)" in summary["reason"]
+
+
 class Poison(Callback):
     """From step `first` on, for `count` steps, layer `layer` answers nan."""
 
@@ -217,6 +240,23 @@ def test_a_loss_far_above_its_start_ends_the_run(run):
     records, summary = run(*words)
     assert (summary["verdict"], summary["code"]) == ("diverged", 3)
     assert summary["first_bad_step"] and len(steps(records)) < 100
+
+
+def test_a_resumed_recorder_goes_on_counting(run, tmp_path):
+    """The history before a resume counts for the verdict: the first loss, and a stretch that is not finite."""
+    recorder_of = lambda path: Recorder(  # noqa: E731
+        path, None, None, steps=60, log_every=10, tokens_per_step=1, clip=1.0, locate=lambda step, norms: None
+    )
+    lines = [{"step": 0, "val_loss": 9.0}, {"step": 1, "loss": 8.0}, {"step": 2, "loss": None, "skipped": True}]
+    lines += [{"step": 3, "loss": None, "skipped": True}, {"step": 4, "loss": 1.0}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 5, "lo')
+    recorder = recorder_of(path)
+    recorder.restore(3)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines[:4]
+    assert (recorder.watch.first_loss, recorder.watch.bad, recorder.watch.first_bad_step) == (8.0, 2, 2)
+    assert recorder.skipped == [False, True, True] and recorder.val_loss == [(0, 9.0)]
+    recorder.close()
 
 
 class Kick(Callback):

@@ -16,6 +16,13 @@ def record(depth: int) -> dict:
     return {"step": 3, "tokens": 30, "loss": 1.5, "lr": 0.1, "grad_norm": norms, "clip_coefficient": 0.5}
 
 
+def test_it_never_asks_for_a_key(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"logger\.mode=online needs a key: `wandb login`"):
+        WandbLog(tmp_path, "a name", {}, mode="online")
+
+
 @pytest.mark.parametrize("depth, layers, parted", [(2, 2, True), (32, 32, True), (33, 33, False), (128, 128, False), (1000, 128, False)])  # fmt: skip
 def test_layers_are_numbered_and_few_enough_for_a_browser(depth: int, layers: int, parted: bool):
     keys = flat(record(depth))
@@ -37,13 +44,15 @@ def test_a_step_without_arrays_and_a_validation():
 def test_online_only_where_a_key_is_at_hand(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert not _logged_in()
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
+    server = "https://api.example.org"
+    assert not _logged_in(server)
+    (tmp_path / "netrc").write_text("machine api.example.org login user password key\n")
     (tmp_path / "netrc").chmod(0o600)
-    assert _logged_in()
+    assert _logged_in(server)
+    assert not _logged_in("https://other.example.org")
     (tmp_path / "netrc").unlink()
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
-    assert _logged_in()
+    assert _logged_in(server)
 
 
 def chunks(file: bytes) -> Iterator[bytes]:
