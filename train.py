@@ -23,13 +23,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from conf import resume
 from conf.explain import explain
 from conf.help import text as help_text
-from conf.resume import as_overrides, check_same
-from conf.schema import AXES, SCALARS, Run
+from conf.schema import AXES, Run
 
 if TYPE_CHECKING:
     from model.transformer import Choices, Transformer
+    from training.schedule import Constant
 
 ConfigStore.instance().store(name="schema", node=Run)
 # cached, so that a run's directory has one name however often it is asked for
@@ -37,6 +38,7 @@ OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=T
 OmegaConf.register_new_resolver("axes", help_text, replace=True)
 
 USAGE, FAILED = 2, 1  # exit codes; training/run.py has the others
+CODES: list[int] = []  # of the jobs of a sweep
 
 
 def choices_of(plain: dict[str, Any]) -> "Choices":
@@ -52,63 +54,71 @@ def network(plain: dict[str, Any], choices: "Choices", vocab: int) -> "Transform
     return model
 
 
+def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices", "Constant"]:
+    """(The network's choices, the schedule), once everything that does not depend on the text is known to fit together.
+
+    ValueError, one line, for what does not. Nothing has been read or written by then.
+    """
+    from model.compatibility import refusals
+
+    sizes = plain["model"]
+    choices = choices_of(plain)
+    # one layer of the real sizes: their constructors say what does not fit
+    network(plain | {"model": sizes | {"depth": min(sizes["depth"], 1)}}, choices, vocab=2)
+    for refusal in refusals(choices, axes, **{key: sizes[key] for key in ("depth", "dim", "qk_norm")}):
+        if not plain["allow_unstable"]:
+            raise ValueError(f"{refusal}; allow_unstable=true runs it all the same")
+        print(f"allow_unstable=true: {refusal}")
+    schedule: Constant = instantiate(plain["schedule"])
+    schedule.warmup_steps(plain["steps"])
+    return choices, schedule
+
+
 def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: list[str]) -> tuple[dict[str, Any], int]:
     """One run in `directory`: (its summary, its exit code). ValueError, one line, for what the user can mend."""
     from conf.check import check
 
     plain = check(cfg)
-    check_same(plain, directory)
+    before = resume.recorded(plain, directory)
     import torch
-
-    from model.compatibility import refusals
-    from training import device as machine
-    from training.describe import closing, describe
-
-    scalars, names = {key: plain[key] for key in SCALARS}, {axis: axes.get(axis, "") for axis in AXES}
-    choices, sizes = choices_of(plain), plain["model"]
-    # one layer of the real sizes, so that whatever does not fit together is said before any data is read
-    network(plain | {"model": sizes | {"depth": min(sizes["depth"], 1)}}, choices, vocab=2)
-    for refusal in refusals(choices, names, **{key: sizes[key] for key in ("depth", "dim", "qk_norm")}):
-        if not scalars["allow_unstable"]:
-            raise ValueError(f"{refusal}; allow_unstable=true runs it all the same")
-        print(f"allow_unstable=true: {refusal}")
-    schedule = instantiate(plain["schedule"])
-    schedule.warmup_steps(scalars["steps"])
-    device = machine.accelerator()
-    machine.precision(scalars["precision"], device)
-    rows = scalars["batch"] // scalars["accumulate"]
-    torch.set_num_threads(machine.threads(scalars["threads"], tokens=rows * sizes["context"], dim=sizes["dim"]))
 
     from data.tokens import prepare
     from data.windows import Windows, train_loader, val_loader, validation_windows
+    from training import device as machine
+    from training.describe import closing, describe
+
+    axes = {axis: axes.get(axis, "") for axis in AXES}
+    choices, schedule = check_whole(plain, axes)
+    device, context, steps = machine.accelerator(), plain["model"]["context"], plain["steps"]
+    machine.precision(plain["precision"], device)
+    rows = plain["batch"] // plain["accumulate"]
+    asked = plain["threads"] or before.get("threads")
+    torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
 
     corpus = instantiate(plain["data"])
-    tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=sizes["context"])
-    order = {key: scalars[key] for key in ("batch", "accumulate", "steps", "seed")}
-    windows = Windows(tokens.train, context=sizes["context"], **order)
-    held_out = validation_windows(tokens.val, sizes["context"], corpus.val_windows)
-
-    torch.manual_seed(scalars["seed"])  # dropout; matrices and windows have generators of their own
+    tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+    resume.check_text(before, tokens.hash, directory)
+    order = {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
+    windows = Windows(tokens.train, context=context, **order)
+    held_out = validation_windows(tokens.val, context, corpus.val_windows)
+    torch.manual_seed(plain["seed"])  # dropout; matrices and windows have generators of their own
     model = network(plain, choices, tokens.vocab)
-    described, facts = describe(model, choices, plain, names, tokens, device, directory)
-    print(described, flush=True)
+    described, facts = describe(model, choices, schedule, plain, axes, tokens, device, directory)
 
     from training.run import Parts, fit, resume_point
 
-    directory.mkdir(parents=True, exist_ok=True)
-    checkpoint, start = resume_point(directory, resuming=scalars["resume"] is not None)
-    if start >= scalars["steps"] and (directory / "summary.json").is_file():
+    checkpoint, start = resume_point(directory, resuming=bool(before))
+    if start >= steps and (directory / "summary.json").is_file():
         print(f"nothing to do: all {start} steps are done")
         return json.loads((directory / "summary.json").read_text(encoding="utf-8")), 0
-    OmegaConf.save(OmegaConf.create(plain), directory / "config.yaml")
-    OmegaConf.save(OmegaConf.create(overrides), directory / "overrides.yaml")
+    directory.mkdir(parents=True, exist_ok=True)
     built = Parts(
         directory=directory,
         model=model,
         optimizer=instantiate(plain["optimizer"]),
         schedule=schedule,
         windows=windows,
-        train=train_loader(windows, start=start * scalars["accumulate"], pin_memory=device == "cuda"),
+        train=train_loader(windows, start=start * plain["accumulate"], pin_memory=device == "cuda"),
         val=val_loader(held_out, batch=rows),
         tokens=tokens,
         log=instantiate(plain["logger"])(directory, facts["name"], plain),
@@ -116,7 +126,10 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
         checkpoint=checkpoint,
         start=start,
     )
-    summary, code = fit(built, scalars, facts)
+    print(described, flush=True)
+    OmegaConf.save(OmegaConf.create(plain), directory / "config.yaml")
+    OmegaConf.save(OmegaConf.create(overrides), directory / "overrides.yaml")
+    summary, code = fit(built, plain, facts)
     print(closing(summary, directory), flush=True)
     return summary, code
 
@@ -129,33 +142,51 @@ def job(cfg: DictConfig) -> float | None:
     # unresolved: a word of the command line may hold an interpolation
     words = OmegaConf.to_container(here.overrides.task, resolve=False)
     assert isinstance(words, list)
+    who = f"job {here.job.num} ({' '.join(words)}): " if sweep else ""
     try:
+        if directory.resolve() == Path.cwd():
+            raise ValueError("hydra.run.dir is the working directory: name one for the run, or leave it out")
         summary, code = train(cfg, directory, dict(here.runtime.choices), words)
     except (ValueError, InstantiationException) as error:
-        if directory.is_dir() and not any(directory.iterdir()):
-            directory.rmdir()
-        summary, code = {"verdict": "refused", "reason": _own_words(error)}, USAGE
-        print(f"normlab: {summary['reason']}", file=sys.stderr)
+        summary, code = {}, USAGE
+        print(f"normlab: {who}{_own_words(error)}", file=sys.stderr)
     except Exception as error:
         if not sweep:
             raise
-        summary, code = {"verdict": "failed", "reason": f"{type(error).__name__}: {error}"}, FAILED
-        print(f"normlab: {summary['reason']}", file=sys.stderr)
-    if not sweep:
+        summary, code = {}, FAILED
+        print(f"normlab: {who}{type(error).__name__}: {error}", file=sys.stderr)
+    finally:
+        if directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
+    if not sweep or code > 128:  # a signal belongs to the sweep: the jobs that follow are not started
         sys.exit(code)
+    CODES.append(code)
     return summary.get("final_loss")
 
 
 def main() -> None:
-    """The command line: Hydra's own errors become one line that names the key and the way out."""
+    """The command line: Hydra's own errors become one line that names the key and the way out. A sweep exits with 1
+    where a job was refused, failed or diverged."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise them here, not print them with advice
+    # argparse takes `-m` only before the overrides
+    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     try:
-        sys.argv[1:] = as_overrides(sys.argv[1:])
+        sys.argv[1:] = resume.as_overrides(sys.argv[1:])
         job()
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         sys.exit(_usage(explain(error)))
-    except ValueError as error:
-        sys.exit(_usage(str(error)))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(_usage(f"{error.filename}: {error.strerror}; hydra.run.dir or hydra.sweep.dir names another place"))
+    except KeyboardInterrupt:
+        print("normlab: interrupted before the first step", file=sys.stderr)
+        sys.exit(130)
+    if any(CODES):
+        print(
+            f"normlab: {sum(map(bool, CODES))} of {len(CODES)} jobs were refused, failed or diverged", file=sys.stderr
+        )
+        sys.exit(FAILED)
 
 
 def _own_words(error: Exception) -> str:

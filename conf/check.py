@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from conf.schema import AXES, SCALARS
 
-STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -62,7 +62,10 @@ def _check_node(axis: str, node: dict[str, Any]) -> None:
     except (InstantiationException, ImportError, ValueError) as error:
         raise ValueError(f"{axis}._target_={node['_target_']!r} cannot be imported: {_first(error)}") from None
     constructor = target.__init__ if inspect.isclass(target) else target
-    hints, known = get_type_hints(constructor, include_extras=True), inspect.signature(target).parameters
+    hints, parameters = get_type_hints(constructor, include_extras=True), inspect.signature(target).parameters
+    # what a partial node is called with later stands before the *; its knobs stand behind it
+    partial = node.get("_partial_", False)
+    known = {name for name, p in parameters.items() if not partial or p.kind is p.KEYWORD_ONLY}
     for key, value in node.items():
         if key in ("_target_", "_partial_"):
             continue

@@ -2,24 +2,28 @@
 
 import re
 from difflib import get_close_matches
-from typing import Any
 
 from hydra.errors import OverrideParseException
+from omegaconf import OmegaConf
 
 from conf.check import nearest
-from conf.help import choices
+from conf.help import CONF, choices
 from conf.schema import AXES, SCALARS
 
 
 def explain(error: Exception) -> str:
     """One line for an error of Hydra or OmegaConf; its own first line where the kind is not known."""
     text = _whole(error)
-    if found := re.search(r"Could not find '(\w+)/([^']+)'", text):
+    if found := re.search(r"Could not find '(\w+)/([^']*)'", text):
         axis, choice = found.groups()
         known = choices(axis)
         near = get_close_matches(choice, known, n=len(known), cutoff=0.4)
         ordered = near + [name for name in known if name not in near]
         return f"{axis}={choice} is no choice of {axis}; choose from {', '.join(ordered)}"
+    if found := re.search(r"Interpolation key 'hydra\.runtime\.choices\.(\w+)'", text):
+        return f"{found[1]} has no choice: {found[1]}= one of {', '.join(choices(found[1]))}"
+    if "Config group override must be a string" in text:
+        return "an axis takes the name of one of its choices: `python train.py --help` lists them"
     if found := re.search(r"Ambiguous value for argument '([^']+)'", text):
         return f"{found[1]} names several values: add -m (--multirun) to sweep over them, or quote it to mean the text"
     if found := re.search(r"Could not override '([^']+)'", text):
@@ -51,17 +55,19 @@ def _unknown(key: str) -> str:
     """An unknown key, with the nearest known one: inside its axis where it has one, else at the top."""
     axis, _, knob = key.partition(".")
     if knob and axis in AXES:
+        if owners := [choice for choice in choices(axis) if knob in _knobs_of(axis, choice)]:
+            return (
+                f"{key} is no knob of the choice made; it belongs to {', '.join(f'{axis}={name}' for name in owners)}"
+            )
         return f"{key} is no key of the config; {nearest(key, _knobs(axis))}"
     return f"{key} is no key of the config; {nearest(axis, [*SCALARS, *AXES, 'hydra.run.dir'])}"
 
 
 def _knobs(axis: str) -> list[str]:
     """Every key that some choice of an axis has."""
-    from omegaconf import OmegaConf
+    return [f"{axis}.{name}" for choice in choices(axis) for name in _knobs_of(axis, choice)]
 
-    from conf.help import CONF
 
-    names: dict[str, Any] = {}
-    for choice in choices(axis):
-        names |= dict.fromkeys(map(str, OmegaConf.load(CONF / axis / f"{choice}.yaml")))
-    return [f"{axis}.{name}" for name in names if not name.startswith("_") and name != "defaults"]
+def _knobs_of(axis: str, choice: str) -> list[str]:
+    names = map(str, OmegaConf.load(CONF / axis / f"{choice}.yaml"))
+    return [name for name in names if not name.startswith("_") and name != "defaults"]

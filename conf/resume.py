@@ -1,5 +1,6 @@
 """`resume=DIR`: DIR's own overrides first, the command line's after them, in DIR."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,42 @@ def as_overrides(words: list[str]) -> list[str]:
     return [*before, *words, f"hydra.run.dir={directory}"]
 
 
-def check_same(plain: dict[str, Any], directory: Path) -> None:
-    """ValueError, naming the keys, where a resumed run's config differs in anything that changes its numbers."""
-    written = directory / "config.yaml"
-    if plain["resume"] is None or not written.is_file():
-        return
+def recorded(plain: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """`environment.json` of the run that `directory` continues; empty for a new run.
+
+    Raises ValueError where a new run would write into another's directory, and where a resumed run's config differs in
+    anything that changes its numbers.
+    """
+    if plain["resume"] is None:
+        if (directory / "metrics.jsonl").exists():
+            raise ValueError(
+                f"{directory} already holds a run: resume={directory} continues it, hydra.run.dir=... goes elsewhere"
+            )
+        return {}
     from omegaconf import OmegaConf
 
-    before = OmegaConf.to_container(OmegaConf.load(written))
-    assert isinstance(before, dict)
-    changed = [key for key in sorted(_differing(before, plain)) if key.partition(".")[0] not in FREE]
+    try:
+        before = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+        environment: dict[str, Any] = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"resume={directory}: its record cannot be read: {error}") from None
+    differing = {key.removesuffix("._target_") for key in _differing(before, plain)}
+    changed = [key for key in sorted(differing) if key.partition(".")[0] not in FREE]
     if changed:
         raise ValueError(
-            f"resume={plain['resume']}: {', '.join(changed)} differ from the run's own config, which would change its "
-            "numbers: leave them out, or start a new run"
+            f"resume={directory}: {', '.join(changed)} differ from the run's own config, which would change its numbers: "
+            "leave them out, or start a new run"
+        )
+    return environment
+
+
+def check_text(before: dict[str, Any], now: str, directory: Path) -> None:
+    """ValueError where the text is no longer the one that the resumed run saw; `now` is its hash."""
+    then = before["corpus"]["hash"] if before else now
+    if then != now:
+        raise ValueError(
+            f"resume={directory}: the text has changed since (its hash is {now}, the run's {then}): put the old text back, "
+            "or start a new run"
         )
 
 

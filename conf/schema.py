@@ -17,7 +17,9 @@ def _scalar(default: Any, kind: Any, help: str) -> Any:
 class Run:
     """The root of the config. A field without `help` is an axis, filled from its folder."""
 
-    seed: int = _scalar(0, Annotated[int, Field(ge=0)], "of the initial matrices, the data's order and dropout")
+    seed: int = _scalar(
+        0, Annotated[int, Field(ge=0, lt=2**32)], "of the initial matrices, the data's order and dropout"
+    )
     steps: int = _scalar(1000, Count, "optimizer steps")
     batch: int = _scalar(16, Count, "windows in one optimizer step, over all micro-batches")
     accumulate: int = _scalar(1, Count, "micro-batches that a step is split into: less memory, the same result")

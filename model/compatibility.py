@@ -5,7 +5,7 @@ judged the day it is added. `allow_unstable=true` runs what is refused here, sin
 """
 
 from collections.abc import Iterator
-from math import log10, sqrt
+from math import ceil, log10, sqrt
 
 from torch import nn
 
@@ -18,8 +18,12 @@ BRANCHES: tuple[Branch, ...] = ("attention", "ffn")
 
 def refusals(choices: Choices, names: dict[str, str], *, depth: int, dim: int, qk_norm: str) -> Iterator[str]:
     """A line for each trap: both choices by `names` (axis -> choice), the number, and what to use in their place."""
-    sample = choices.norm(8)
-    yield from _skip_growth(choices, names, depth, has_norm=not isinstance(sample, nn.Identity))
+    sample = choices.norm(dim)
+    has_norm = not isinstance(sample, nn.Identity)
+    yield from _skip_growth(choices, names, depth, has_norm)
+    if qk_norm != "none" and not has_norm:
+        yield f"model.qk_norm={qk_norm} with norm={names['norm']} puts no norm on queries and keys: choose a norm"
+    yield from _no_early_layer(choices, names, depth)
     yield from _unbounded_scores(choices, names, depth, dim, qk_norm)
     if getattr(sample, "sees_future", False):
         yield (
@@ -41,6 +45,16 @@ def _skip_growth(choices: Choices, names: dict[str, str], depth: int, has_norm: 
             f"stream by alpha = {alphas[0]:.4g} at each of {len(bare)} branches that no norm follows, about "
             f"10^{growth:.1f} in all at model.depth={depth} (float32 ends near 10^38.5): use recipe=deepnorm "
             "(placement=post) or residual=standard"
+        )
+
+
+def _no_early_layer(choices: Choices, names: dict[str, str], depth: int) -> Iterator[str]:
+    """Too few layers for a share of them: the run would silently be another placement's."""
+    placement = choices.placement
+    if placement.share and placement.at(Site("attention", 1, depth)) != placement.early:
+        yield (
+            f"placement={names['placement']} with model.depth={depth} has no early layer: floor({placement.share:g} * "
+            f"{depth}) = 0; use model.depth={ceil(1 / placement.share)} or more, or placement=pre"
         )
 
 

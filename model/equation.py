@@ -42,22 +42,24 @@ def _named(residual: Residual) -> Residual:
     return replace(residual, alpha=alpha, s=s, beta=beta)
 
 
-def _branch(site: Site, placement: Placement, method: Method) -> str:
-    places, residual = placement.at(site), _named(method(site, 1))
+def _branch(site: Site, placement: Placement, method: Method, has_norm: bool) -> str:
+    places, residual = placement.at(site) if has_norm else frozenset(), _named(method(site, 1))
     stream = Stream(1, places=places, norm=lambda dim: Call("N"), residual=residual)
     x = Symbol("x")
     return f"x <- {stream.write(x, Call('F')(stream.read(x)))}"  # type: ignore[arg-type]
 
 
-def equation(placement: Placement, method: Method, depth: int) -> str:
+def equation(placement: Placement, method: Method, depth: int, *, has_norm: bool = True) -> str:
     """The whole network in one line: embedding, branches (F is attention, then feed-forward), logits.
 
-    Layers that differ are told apart by their numbers: `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`.
+    Without a norm (`norm=none`) its places are empty. Layers that differ are told apart by their numbers: `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`.
     """
-    of_layer = [(_branch(Site("attention", layer, depth), placement, method), layer) for layer in range(1, depth + 1)]
+    layers = range(1, depth + 1)
+    of_layer = [(_branch(Site("attention", layer, depth), placement, method, has_norm), layer) for layer in layers]
+    ends = placement.ends if has_norm else frozenset()
     runs = [(text, [layer for _, layer in run]) for text, run in groupby(of_layer, key=lambda pair: pair[0])]
-    parts = ["x <- N(embedding)"] if "embed" in placement.ends else []
-    for text, layers in runs:
-        parts.append(text if len(runs) == 1 else f"layers {layers[0]}-{layers[-1]}: {text}")
-    parts.append("logits = W N(x)" if "head" in placement.ends else "logits = W x")
+    parts = ["x <- N(embedding)"] if "embed" in ends else []
+    for text, run in runs:
+        parts.append(text if len(runs) == 1 else f"layers {run[0]}-{run[-1]}: {text}")
+    parts.append("logits = W N(x)" if "head" in ends else "logits = W x")
     return ";  ".join(parts)

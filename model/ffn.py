@@ -26,7 +26,7 @@ class MLP(nn.Module):
     """
 
     def __init__(
-        self, dim: int, *, bias: bool, dropout: float, activation: Activation = "gelu", ratio: float = 4.0
+        self, dim: int, bias: bool, dropout: float, *, activation: Activation = "gelu", ratio: float = 4.0
     ) -> None:
         super().__init__()
         hidden = hidden_width(dim, ratio)
@@ -46,7 +46,7 @@ class GatedMLP(nn.Module):
     """
 
     def __init__(
-        self, dim: int, *, bias: bool, dropout: float, activation: Activation = "silu", ratio: float = 8 / 3
+        self, dim: int, bias: bool, dropout: float, *, activation: Activation = "silu", ratio: float = 8 / 3
     ) -> None:
         super().__init__()
         hidden = hidden_width(dim, ratio)

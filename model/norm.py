@@ -184,9 +184,14 @@ class BatchNorm(Norm):
             var, mean = torch.var_mean(rows, dim=0, correction=0)
             with torch.no_grad():
                 unbiased = var * (len(rows) / max(1, len(rows) - 1))  # what is kept for evaluation, as in the paper
-                self.mean.lerp_(mean.to(self.mean.dtype), self.momentum)
-                self.var.lerp_(unbiased.to(self.var.dtype), self.momentum)
+                self._keep(self.mean, mean)
+                self._keep(self.var, unbiased)
         return (x - mean) * torch.rsqrt(var + self.eps) * self.gain.to(x.dtype) + self.bias.to(x.dtype)
+
+    def _keep(self, running: Tensor, now: Tensor) -> None:
+        """running <- (1 - momentum) running + momentum now; what is not finite is left out, as its step will be."""
+        moved = running.lerp(now.to(running.dtype), self.momentum)
+        running.copy_(torch.where(torch.isfinite(moved), moved, running))
 
 
 def none(dim: int) -> nn.Module:

@@ -9,7 +9,7 @@ class NoPosition(nn.Module):
 
     terms = 0  # how many embeddings it adds to the token's
 
-    def __init__(self, *, dim: int, head_dim: int, context: int) -> None:
+    def __init__(self, dim: int, head_dim: int, context: int) -> None:
         super().__init__()
 
     def embed(self, x: Tensor) -> Tensor:
@@ -24,8 +24,8 @@ class LearnedPosition(NoPosition):
 
     terms = 1
 
-    def __init__(self, *, dim: int, head_dim: int, context: int) -> None:
-        super().__init__(dim=dim, head_dim=head_dim, context=context)
+    def __init__(self, dim: int, head_dim: int, context: int) -> None:
+        super().__init__(dim, head_dim, context)
         self.weight = nn.Parameter(torch.empty(context, dim))
 
     def embed(self, x: Tensor) -> Tensor:
@@ -42,8 +42,10 @@ class Rotary(NoPosition):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, *, dim: int, head_dim: int, context: int, base: float = 10_000.0) -> None:
-        super().__init__(dim=dim, head_dim=head_dim, context=context)
+    def __init__(self, dim: int, head_dim: int, context: int, *, base: float = 10_000.0) -> None:
+        super().__init__(dim, head_dim, context)
+        if base <= 0:
+            raise ValueError(f"position.base must be > 0, found {base}")
         if head_dim % 2:
             raise ValueError(
                 f"position=rotary needs an even width per head, found model.dim / model.heads = {head_dim}"

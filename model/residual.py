@@ -68,4 +68,4 @@ def learned_scalars(site: Site, dim: int, *, alpha: float = 1.0, beta: float = 1
     Popular articles call this DeepNorm. It is not: the paper's alpha and beta are constants, and its beta multiplies
     initial matrices, not the branch (`deepnorm` above; arXiv 2203.00555). The knobs are the starting values.
     """
-    return Residual(alpha=nn.Parameter(torch.tensor(alpha)), beta=nn.Parameter(torch.tensor(beta)))
+    return Residual(alpha=nn.Parameter(torch.tensor(float(alpha))), beta=nn.Parameter(torch.tensor(float(beta))))

@@ -84,7 +84,7 @@ class Transformer(nn.Module):
         norm, placement, init = choices.norm, choices.placement, choices.init
         self.depth, self.dim, self.context, self.vocab = depth, dim, context, vocab
 
-        position = choices.position(dim=dim, head_dim=dim // heads, context=context)
+        position = choices.position(dim, dim // heads, context)
         rms = init.embedding(1 + position.terms)
         token_std = init.head(dim) if tied else rms
         token = nn.Parameter(Tensor(vocab, dim))
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
                 bias=bias,
                 dropout=dropout,
             )
-            ffn = choices.ffn(dim, bias=bias, dropout=dropout)
+            ffn = choices.ffn(dim, bias, dropout)
             return Block(branch("attention", layer, attention), branch("ffn", layer, ffn))
 
         self.blocks = nn.ModuleList(block(layer) for layer in range(1, depth + 1))
@@ -135,7 +135,9 @@ def check_sizes(depth: int, dim: int, heads: int, context: int, kv_heads: int | 
     if dim % heads:
         raise ValueError(f"model.dim={dim} must divide by model.heads={heads} ({dim} % {heads} = {dim % heads})")
     kv_heads = heads if kv_heads is None else kv_heads
-    if kv_heads < 1 or heads % kv_heads:
+    if kv_heads < 1:
+        raise ValueError(f"model.kv_heads must be >= 1, found {kv_heads}")
+    if heads % kv_heads:
         raise ValueError(f"model.heads={heads} must divide by model.kv_heads={kv_heads}")
     if not 0 <= dropout < 1:
         raise ValueError(f"model.dropout must be in [0, 1), found {dropout}")

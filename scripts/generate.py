@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--checkpoint", choices=["best", "last"], default="best", help="default: best, else last")
     asked = parser.parse_args(arguments)
     try:
-        if asked.length < 1 or asked.temperature < 0 or asked.top_k < 0:
+        if asked.length < 1 or not 0 <= asked.temperature < float("inf") or asked.top_k < 0:
             raise ValueError("--length must be >= 1, --temperature and --top-k >= 0")
         model, tokenizer = load(asked.run, asked.checkpoint)
         prompt = torch.tensor([tokenizer.end, *tokenizer.encode(asked.prompt).tolist()])

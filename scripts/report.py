@@ -36,8 +36,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def report(directories: list[Path], out: Path | None) -> int:
     """Draw and list the runs. Raises ValueError for what is no run, or for a path that is no PNG."""
-    runs = [read(directory) for directory in directories]
-    path = out or (directories[0] / "report.png" if len(runs) == 1 else Path("comparison.png"))
+    runs, refused = [], []
+    for directory in directories:
+        try:
+            runs.append(read(directory))
+        except ValueError as error:
+            refused.append(str(error))
+    if not runs:
+        raise ValueError("; ".join(refused))
+    for line in refused:
+        print(f"report.py: left out: {line}", file=sys.stderr)
+    path = out or (runs[0].directory / "report.png" if len(runs) == 1 else Path("comparison.png"))
     if path.suffix != ".png":
         raise ValueError(f"--out must end in .png, not {path}")
     if len(runs) == 1:

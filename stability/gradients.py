@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from model.inventory import Entry
-
-PARTS = ("attention", "ffn", "norm", "residual")
-MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
+from stability.records import BLOCK_PARTS, MATRICES
 
 
 class GradientNorms:
@@ -22,7 +20,7 @@ class GradientNorms:
     def __init__(self, entries: Sequence[Entry], depth: int) -> None:
         self.entries, self.depth = entries, depth
         layer = np.array([entry.layer for entry in entries])
-        self._rows = {part: (np.array([e.part == part for e in entries]), layer) for part in PARTS}
+        self._rows = {part: (np.array([e.part == part for e in entries]), layer) for part in BLOCK_PARTS}
         for name in MATRICES:
             chosen = np.array([e.matrix == name and e.kind == "matrix" for e in entries])
             if chosen.any():

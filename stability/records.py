@@ -5,7 +5,7 @@ Nothing here imports torch or a plotting library, so that a notebook, the report
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,14 @@ Array = NDArray[np.float64]
 
 BLOCK_PARTS = ("attention", "ffn", "norm", "residual")  # these part a block's parameters: their squares add up
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
-# Settings that change how a run is watched or executed, never what is learnt: no reason to tell two runs apart.
-UNTOLD = {"name", "threads", "resume", "resume_force", "log_every", "val_every", "probe_every", "save_every", "profile"}
-UNTOLD |= {"logger", "hydra", "study", "recipe"}
+# Settings that change how a run is watched, never what is learnt, or that others imply: no reason to tell two runs apart.
+UNTOLD = {"name", "threads", "resume", "log_every", "val_every", "save_every", "logger", "recipe"}
+UNTOLD |= {"allow_unstable"}
+
+
+def block_norms(table: Mapping[str, Sequence[float]]) -> Array:
+    """The gradient norm of each block as a whole, from the arrays of its parts: sqrt of the sum of their squares."""
+    return np.sqrt(np.sum([np.square(table[part]) for part in BLOCK_PARTS], axis=0))
 
 
 # ---------------------------------------------------------------------------------------------------- one line, written
@@ -152,7 +157,10 @@ def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
             try:
                 record = json.loads(line)
                 record["step"] = int(record["step"])
-            except (ValueError, TypeError, KeyError):
+                _numbers(record.get(key) for key in ("loss", "val_loss", "lr", "clip_coefficient"))
+                if not isinstance(_norms(record), dict):
+                    raise TypeError("grad_norm is no mapping")
+            except (ValueError, TypeError, KeyError, AttributeError):
                 notes.append(f"line {number} of {path.name} is cut short or no record: dropped")
             else:
                 yield record

@@ -16,7 +16,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
 from numpy.typing import NDArray
 
 from stability.records import Array, Run, label
@@ -172,7 +172,7 @@ def _curves(figure: SubFigure, runs: Sequence[Run]) -> list[Artist]:
     _furnish(loss, "Loss: running mean, validation as points")
     _furnish(norm, "Gradient norm of the whole model")
     across = LAYER if one_depth else "layer / depth (1 = last)"
-    _furnish(profile, "Gradient norm against depth, last finite step", across)
+    _furnish(profile, "Gradient norm against depth, last step", across)
     if not one_depth:
         profile.xaxis.set_major_locator(MaxNLocator(5))
     return handles
@@ -262,6 +262,10 @@ def _loss_y(panel: Axes, runs: Sequence[Run]) -> None:
 def _log_y(panel: Axes, text: str) -> None:
     panel.set_yscale("log")
     panel.set_ylabel(text, fontsize=11)
+    low, high = panel.get_ylim()
+    if high < 30 * low:  # within a decade or so plain numbers read better than powers of ten
+        panel.yaxis.set_major_formatter(ScalarFormatter())
+        panel.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
 
 
 def _furnish(panel: Axes, title: str, across: str = "step (optimizer steps)") -> None:

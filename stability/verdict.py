@@ -3,11 +3,12 @@
 - `diverged`: the loss or the gradient was not finite for 3 steps in a row (or at the last step, or in validation), or
   the loss stayed more than 0.1 above that of the first step for max(20, a tenth of the run) steps in a row.
 - `stalled`: the mean loss of the last max(10, a tenth of the run) steps is above the unigram entropy of the training
-  text minus 0.1: the run learnt which tokens are frequent and nothing of their order. This is how post-norm fails: no
-  explosion, a plateau with a vanishing gradient.
+  text minus 0.1, and not still on its way there: the run learnt which tokens are frequent and nothing of their order.
+  This is how post-norm fails: no explosion, a plateau with a vanishing gradient.
 - `spiky`: at least two steps with a loss 7 standard deviations above the mean of the steps before (the last tenth of a
   run, 30 to 1,000 of them), or a step that was skipped because its gradient was not finite.
-- `too_short`: under 50 steps, where none of this can be told.
+- `too_short`: under 50 steps, where none of this can be told; or the loss is more than 0.1 above the unigram entropy and
+  has fallen by more than 0.1 from the last stretch but one to the last: it has not got as far as the plateau.
 - `stable`: none of these.
 - `interrupted`: a signal ended it; `failed`: an error did.
 
@@ -18,6 +19,7 @@ is then nothing to learn beyond it.
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 PATIENCE = 3  # non-finite steps in a row
 ABOVE = 0.1  # nats above the first loss that count as above
@@ -64,16 +66,22 @@ def spikes(loss: np.ndarray) -> np.ndarray:
     steps, since a window that holds the fall of the loss would hide every spike. Shape as `loss`; a value that is not
     finite is no spike."""
     window = min(WINDOW, max(ENOUGH, len(loss) // 10))
-    finite = np.isfinite(loss)
-    filled = np.where(finite, loss, 0.0).astype(np.float64)
-    counts, sums, squares = (np.concatenate([[0.0], np.cumsum(a)]) for a in (finite, filled, filled**2))
-    end = np.arange(len(loss))
-    start = np.maximum(0, end - window)
-    n = counts[end] - counts[start]
-    some = np.maximum(n, 1)
-    mean = (sums[end] - sums[start]) / some
-    std = np.sqrt(np.maximum((squares[end] - squares[start]) / some - mean**2, 0))
-    return finite & (n >= ENOUGH) & (filled > mean + SIGMAS * std) & (std > 0)
+    before = sliding_window_view(np.concatenate([np.full(window, np.nan), loss.astype(np.float64)]), window)[
+        : len(loss)
+    ]
+    marks = [
+        _far_above(before[i : i + 4096], loss[i : i + 4096]) for i in range(0, len(loss), 4096)
+    ]  # a chunk at a time
+    return np.concatenate(marks) if marks else np.zeros(0, bool)
+
+
+def _far_above(before: np.ndarray, loss: np.ndarray) -> np.ndarray:
+    """Row i of `before` is the window before loss[i]. Not from running sums: one loss of 1e7 would leave them no digits."""
+    finite = np.isfinite(before)
+    n = np.maximum(finite.sum(1), 1)
+    mean = np.where(finite, before, 0).sum(1) / n
+    std = np.sqrt((np.where(finite, before - mean[:, None], 0) ** 2).sum(1) / n)
+    return np.isfinite(loss) & (finite.sum(1) >= ENOUGH) & (std > 0) & (loss > mean + SIGMAS * std)
 
 
 def tail(loss: np.ndarray, steps: int) -> float:
@@ -99,6 +107,12 @@ def judge(
         return "too_short", f"{len(loss)} steps; {SHORTEST} are needed to tell"
     final = tail(loss, steps)
     learnable = floor is None or floor < unigram_entropy - MARGIN
+    earlier = tail(loss[: -max(10, steps // 10)], steps)
+    if learnable and final > unigram_entropy + MARGIN and earlier - final > MARGIN:
+        return (
+            "too_short",
+            f"final loss {final:.3f} is above the unigram entropy {unigram_entropy:.3f} and still falling",
+        )
     if learnable and not final < unigram_entropy - MARGIN:
         return "stalled", f"final loss {final:.3f} is not below the unigram entropy {unigram_entropy:.3f} by {MARGIN}"
     count, lost = int(spikes(loss).sum()), int(skipped.sum())

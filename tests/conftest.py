@@ -79,8 +79,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
     monkeypatch.setenv("NORMLAB_CACHE", str(tmp_path / "cache"))
     count = iter(range(100))
 
-    def start(*overrides: str, directory: Path | None = None) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    def start(
+        *overrides: str, directory: Path | None = None, drop: str = "-"
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         words = [*SMALL, "data=synthetic", "data.tokens=20000", "logger=none", "threads=1", *overrides]
+        words = [word for word in words if not word.startswith(drop)]
         given = {word.partition("=")[0] for word in overrides}
         words = [w for i, w in enumerate(words) if i >= len(words) - len(overrides) or w.partition("=")[0] not in given]
         where = directory or tmp_path / f"run{next(count)}"

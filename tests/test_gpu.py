@@ -9,6 +9,7 @@ from conf.help import choices
 from tests.conftest import network
 from training import device as machine
 from training.optim import adamw
+from training.task import Task
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,24 +61,22 @@ def test_gpu_skips_a_step_that_is_not_finite_on_the_device():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
-def test_gpu_measures_clips_and_guards_without_synchronising():
-    """`configure_gradient_clipping` between two log steps: whatever fetched a number from the device would raise."""
-    from model.inventory import inventory
-    from stability.gradients import GradientNorms
+def test_gpu_measures_clips_and_guards_without_synchronising(run, monkeypatch):
+    """Between two log steps whatever fetched a number from the device would raise, in the task and in the recorder."""
+    original, guarded = Task.configure_gradient_clipping, []
 
-    model = network().cuda()
-    gradients = GradientNorms(inventory(model), model.depth)
-    optimizer = adamw(model, lr=1e-3)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.found_inf = torch.zeros((), device="cuda")
-    optimizer.step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        norms = gradients.measure()
-        total = torch.linalg.vector_norm(norms)
-        optimizer.found_inf = (~torch.isfinite(total)).to(torch.float32)
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, total)
-        optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    def under_guard(task, *args, **words):
+        step = task.trainer.global_step + 1
+        if step < 3 or task.recorder._is_log_step(step):
+            return original(task, *args, **words)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            guarded.append(step)
+            return original(task, *args, **words)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(Task, "configure_gradient_clipping", under_guard)
+    _, summary = run("steps=12", "log_every=5")
+    assert summary["code"] == 0
+    assert guarded == [3, 4, 6, 7, 8, 9, 11]

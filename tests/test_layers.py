@@ -57,7 +57,7 @@ def test_no_file_whose_name_says_nothing():
     assert not names & {"utils", "common", "helpers", "misc"}
 
 
-def test_the_training_layer_reads_no_layer_number_in_a_forward():
+def test_no_forward_reads_a_layer_number():
     """An integer of the layer read in a forward makes the compiler build a graph for each layer."""
     for path in (ROOT / "model").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

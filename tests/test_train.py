@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,7 @@ def test_one_run(first):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_rmsnorm_pre_standard_[0-9a-f]{6}", directory.name)
     for said in ("x <- x + F(N(x));  logits = W N(x)", "alpha = 1", "q (score)", "unigram entropy", "true entropy"):
         assert said in ended.stdout, said
+    assert re.search(r"^step 0/60  val [\d.]+$", ended.stdout, re.M)
     assert re.search(r"^step 60/60  loss [\d.]+  val [\d.]+  grad [\d.]+  tok/s [\d,]+$", ended.stdout, re.M)
     assert ended.stdout.splitlines()[-1] == f"picture: {directory.relative_to(directory.parents[1])}/report.png"
     assert (directory / "report.png").read_bytes()[1:4] == b"PNG"
@@ -74,8 +77,10 @@ def test_report_draws_one_and_compares_two(first):
     one = command("scripts/report.py", str(directory), cwd=cwd)
     assert one.returncode == 0, one.stderr
     assert one.stdout.splitlines()[0] == f"{directory}/report.png"
-    assert "stalled" in one.stdout  # 60 steps of so small a network learn nothing
-    two = command("scripts/report.py", str(directory), str(directory), cwd=cwd)
+    assert json.loads((directory / "summary.json").read_text())["verdict"] in one.stdout
+    (cwd / "void").mkdir(exist_ok=True)
+    two = command("scripts/report.py", str(directory), str(directory), "void", cwd=cwd)
+    assert "left out: void is not a run directory" in two.stderr
     assert two.stdout.splitlines()[0] == "comparison.png"
     assert (cwd / "comparison.png").read_bytes()[1:4] == b"PNG"
 
@@ -90,9 +95,49 @@ def test_resume_of_a_finished_run_adds_nothing(first):
 
 def test_a_sweep_goes_on_after_a_job_that_is_refused(tmp_path: Path):
     words = [*WORDS, "steps=3", "logger=none", "norm=rmsnorm,layernorm", "model.heads=3,2", "hydra.sweep.dir=sweep"]
-    ended = command("train.py", "-m", *words, cwd=tmp_path)
+    ended = command("train.py", *words, "-m", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "normlab: 2 of 4 jobs were refused, failed or diverged"
+    assert re.search(r"^normlab: job \d \(.*model.heads=3\S* ?.*\): model.dim=16", ended.stderr, re.M)
     assert "model.dim=16 must divide by model.heads=3" in ended.stderr
     done = sorted(path.parent.name for path in (tmp_path / "sweep").glob("*/summary.json"))
     assert len(done) == 2
     norms = [json.loads((tmp_path / "sweep" / n / "summary.json").read_text())["axes"]["norm"] for n in done]
     assert sorted(norms) == ["layernorm", "rmsnorm"]
+
+
+def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
+    environment = os.environ | {"NORMLAB_CACHE": str(cwd), "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *words], cwd=cwd, env=environment, text=True, stderr=subprocess.PIPE
+    )
+
+
+def wait_for(pattern: str, cwd: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not list(cwd.glob(pattern)):
+        assert time.monotonic() < deadline, f"{pattern} never came"
+        time.sleep(0.05)
+
+
+def test_a_signal_ends_the_whole_sweep(tmp_path: Path):
+    words = [*WORDS, "steps=100000", "logger=none", "seed=1,2,3", "hydra.sweep.dir=sweep"]
+    process = start("-m", *words, cwd=tmp_path)
+    wait_for("sweep/0/checkpoints/last.ckpt", tmp_path)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert json.loads((tmp_path / "sweep/0/summary.json").read_text())["verdict"] == "interrupted"
+    assert not (tmp_path / "sweep/1").exists()
+    assert "Traceback" not in said
+
+
+def test_ctrl_c_while_starting_leaves_nothing_behind(tmp_path: Path):
+    process = start(*WORDS, "steps=100000", "logger=none", "data.tokens=30000000", cwd=tmp_path)
+    wait_for("runs/*", tmp_path)  # the text takes seconds to make: this is before the first step
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said == "normlab: interrupted before the first step\n"
+    assert not list(tmp_path.glob("runs/*"))

@@ -12,9 +12,11 @@ from model.block import Branch
 from model.equation import equation
 from model.init import std_of
 from model.linear import Linear
+from model.norm import Norm
 from model.residual import number
 from model.transformer import Choices, Transformer
 from training import device as machine
+from training.schedule import Constant
 
 SHOWN = (
     "norm",
@@ -34,6 +36,7 @@ SHOWN = (
 def describe(
     model: Transformer,
     choices: Choices,
+    schedule: Constant,
     plain: dict[str, Any],
     axes: dict[str, str],
     tokens: Tokens,
@@ -41,7 +44,8 @@ def describe(
     directory: Path,
 ) -> tuple[str, dict[str, Any]]:
     """(The lines that a run prints when it starts, the facts that its summary repeats.)"""
-    line = equation(choices.placement, choices.residual, model.depth)
+    has_norm = any(isinstance(module, Norm) for module in model.modules())
+    line = equation(choices.placement, choices.residual, model.depth, has_norm=has_norm)
     name = plain["name"] or f"{axes['norm']} {axes['placement']} {axes['residual']}"
     facts = {
         "name": name,
@@ -57,12 +61,13 @@ def describe(
         "run": f"{name}  ->  {short(directory)}",
         "choices": "  ".join(f"{axis}={axes[axis]}" for axis in SHOWN),
         "equation": line,
-        "constants": _coefficients(model),
+        "constants": _coefficients(model) + (f"  eps = {plain['norm']['eps']:g}" if has_norm else ""),
         "initial std": _stds(model, choices),
         "model": f"{size:,} parameters, depth {model.depth}, width {model.dim}, context {model.context}",
         "data": f"{tokens.name}, hash {tokens.hash}, vocabulary {tokens.vocab}, "
         f"unigram entropy {tokens.unigram_entropy:.4f} nats{floor}",
         "": "\n".join(tokens.notes),
+        "note": _advice(model, schedule, plain["steps"]),
         "machine": f"{device}, {machine.precision(plain['precision'], device)}, {torch.get_num_threads()} CPU threads",
     }
     width = max(map(len, rows)) + 2
@@ -73,7 +78,7 @@ def describe(
 def closing(summary: dict[str, Any], directory: Path) -> str:
     """The lines that a run prints when it is over."""
     val, best = summary["final_val_loss"], summary["best_val_loss"]
-    losses = f"validation loss {val:.4f} (best {best:.4f})" if val is not None else "no finite validation loss"
+    losses = f"validation loss {val:.4f} (best {best:.4f})" if val is not None else "no validation since the start"
     speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if summary["tokens_per_second"] else ""
     return (
         f"{summary['verdict']}: {summary['reason']}\n"
@@ -85,6 +90,14 @@ def closing(summary: dict[str, Any], directory: Path) -> str:
 def short(path: Path) -> Path:
     """A path as seen from here, where it lies below."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _advice(model: Transformer, schedule: Constant, steps: int) -> str:
+    """What is allowed but known to fail; empty if nothing."""
+    norms_after_sums = all(isinstance(m.stream.norm_sum, Norm) for m in model.modules() if isinstance(m, Branch))
+    if norms_after_sums and schedule.warmup_steps(steps) == 0:
+        return "post-norm without warm-up seldom trains (Xiong et al. 2020, arXiv 2002.04745, section 3)"
+    return ""
 
 
 def _coefficients(model: Transformer) -> str:

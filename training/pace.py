@@ -18,10 +18,12 @@ from training.task import Task, next_token_loss
 
 
 class Pace(Callback):
-    """Validates before the first step, every `val_every` and after the last, always over the same windows; saves every
-    `save_every` and at the end, `last.ckpt` and, where the validation loss is the lowest so far, `best.ckpt`.
+    """Validates before the first step, every `val_every` and after the last, always over the same windows; saves before
+    the first step, every `save_every` and at the end, `last.ckpt`, and where the validation loss is the lowest so far,
+    `best.ckpt`.
 
-    Weights that are not finite are never saved, nor is anything once the run has diverged.
+    Weights that are not finite are never saved, nor are those of a run whose loss diverged. A run that stops because its
+    steps are not finite still has the weights of the last one that was: they are saved.
     """
 
     def __init__(self, directory: Path, loader: DataLoader[Tensor], *, val_every: int, save_every: int) -> None:
@@ -29,8 +31,9 @@ class Pace(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
         assert isinstance(task, Task)
-        if trainer.global_step == 0:
+        if not task.recorder.val_loss:
             self._validate(trainer, task)
+            self._save(trainer, task, "last")
 
     def on_train_batch_end(self, trainer: pl.Trainer, task: pl.LightningModule, *_: Any) -> None:
         assert isinstance(task, Task)
@@ -40,7 +43,7 @@ class Pace(Callback):
         last = step >= task.steps or trainer.should_stop
         if step % self.val_every == 0 or step >= task.steps:
             self._validate(trainer, task)
-        if (step % self.save_every == 0 or last) and not task.recorder.reason:
+        if step % self.save_every == 0 or last:
             self._save(trainer, task, "last")
 
     def _validate(self, trainer: pl.Trainer, task: Task) -> None:
@@ -55,13 +58,15 @@ class Pace(Callback):
         loss = total.item() / sum(len(windows) for windows in batches)
         lowest = min((value for _, value in recorder.val_loss), default=float("inf"))
         recorder.validation(step, loss)
-        if loss < lowest and step and not recorder.reason:
+        if loss < lowest and step:
             self._save(trainer, task, "best")
 
     def _save(self, trainer: pl.Trainer, task: Task, name: str) -> None:
-        task.recorder.flush()
-        task.recorder.pause()
-        if task.recorder.reason or not _finite(task.model):
+        recorder = task.recorder
+        recorder.flush()
+        recorder.pause()
+        loss_diverged = recorder.reason and not (recorder.skipped and recorder.skipped[-1])
+        if loss_diverged or not _finite(task.model):
             return
         self.directory.mkdir(exist_ok=True)
         unfinished = self.directory / f".{name}.unfinished"
@@ -70,7 +75,8 @@ class Pace(Callback):
 
 
 def _finite(model: torch.nn.Module) -> bool:
-    norms = torch._foreach_norm([parameter.detach() for parameter in model.parameters()])
+    """Parameters and running statistics."""
+    norms = torch._foreach_norm([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
     return bool(torch.isfinite(torch.stack(norms)).all())
 
 
@@ -138,7 +144,13 @@ class Lines(Callback):
     def __init__(self, recorder: Recorder) -> None:
         self.recorder, self.seen = recorder, 0
 
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._say(trainer)
+
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._say(trainer)
+
+    def _say(self, trainer: pl.Trainer) -> None:
         if len(self.recorder.val_loss) > self.seen:
             self.seen = len(self.recorder.val_loss)
             words = "  ".join(f"{key} {value}" for key, value in shown(self.recorder).items())

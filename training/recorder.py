@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stability.gradients import GradientNorms
-from stability.records import metrics_line
+from stability.records import block_norms, metrics_line
 from stability.verdict import Watch
 from training.wandb import Log
 
@@ -23,8 +23,10 @@ class Recorder:
     """Holds each step's loss and norms on the device and writes them at the next log step (1, every `log_every`, the
     last): one line a step, flushed as written, with the layers' arrays on log steps.
 
-    After a flush `reason` says whether the run diverged, `first_bad_step` and `first_bad_layer` where it began
-    (`locate(step, norms)` answers the layer of a step that was not finite).
+    `reason` says whether the run diverged. `first_bad_step` and `first_bad_layer` tell the first step of the run that was
+    not finite (or where the loss began to stay above its start), and its layer as `locate(step, norms)` finds it: on a CPU
+    a bad step is written at once, on other devices at the next log step, when the weights have moved on if it was a
+    single one; the layer can then be None.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Recorder:
         self.reason: str | None = None
         self.first_bad_step: int | None = None
         self.first_bad_layer: int | None = None
+        self._stretch_layer: int | None = None  # of the present stretch of bad steps
         self.loss: list[float] = []
         self.skipped: list[bool] = []
         self.val_loss: list[tuple[int, float]] = []
@@ -71,15 +74,18 @@ class Recorder:
                 self.val_loss.append((record["step"], _number(record["val_loss"])))
                 continue
             loss, skipped = _number(record["loss"]), record.get("skipped", False)
-            self.loss.append(loss)
-            self.skipped.append(skipped)
-            self.watch.see(record["step"], loss, not skipped)
+            self._remember(record["step"], loss, not skipped, record.get("grad_norm", {}))
 
     def step(self, step: int, lr: float, loss: Tensor, norms: Tensor, total: Tensor) -> None:
         """Take one step's numbers: `loss`, `total` scalars and `norms` (entries,) on the device."""
-        self._pending.append((step, lr, torch.cat((loss.reshape(1), total.reshape(1), norms)).detach()))
-        if step == 1 or step % self.log_every == 0 or step >= self.steps:
+        row = torch.cat((loss.reshape(1), total.reshape(1), norms)).detach()
+        self._pending.append((step, lr, row))
+        seen = row.device.type == "cpu" and not torch.isfinite(row[:2]).all()  # costs no synchronisation there
+        if seen or self._is_log_step(step):
             self.flush()
+
+    def _is_log_step(self, step: int) -> bool:
+        return step == 1 or step % self.log_every == 0 or step >= self.steps
 
     def flush(self) -> None:
         """Write what is pending: one transfer for all of it."""
@@ -93,30 +99,32 @@ class Recorder:
 
     def _write_step(self, step: int, lr: float, loss: float, total: float, norms: np.ndarray) -> None:
         finite = bool(np.isfinite(loss) and np.isfinite(total))
-        log_step = step == 1 or step % self.log_every == 0 or step >= self.steps
         # the factor of torch.nn.utils.clip_grads_with_norm_, from the same number
         coefficient = min(1.0, self.clip / (total + 1e-6)) if self.clip and finite else 1.0
+        table = self.gradients.table(norms) if self._is_log_step(step) else {}
         record: dict[str, Any] = {"step": step, "tokens": step * self.tokens_per_step, "loss": loss, "lr": lr}
-        table = self.gradients.table(norms) if log_step else {}
-        record["grad_norm"] = table | {"total": total}
-        record["clip_coefficient"] = coefficient
+        record |= {"grad_norm": table | {"total": total}, "clip_coefficient": coefficient}
         if not finite:
             record["skipped"] = True
         self._write(record)
+        if not finite and self.watch.bad == 0:
+            self._stretch_layer = self.locate(step, norms)
+            if self.first_bad_step is None:
+                self.first_bad_layer = self._stretch_layer
+        self._remember(step, loss, finite, table)
+
+    def _remember(self, step: int, loss: float, finite: bool, table: dict[str, Any]) -> None:
+        """What the verdict is made of, from a step just made or from one before a resume."""
         self.loss.append(loss)
         self.skipped.append(not finite)
-        if table:
-            parts = [table[part] for part in ("attention", "ffn", "norm", "residual")]
-            self.ends = {k: v for k, v in self.ends.items() if k == min(self.ends)}
-            self.ends[step] = np.sqrt(np.sum(np.square(parts), axis=0))
+        if "attention" in table and finite:
+            self.ends = {k: v for k, v in self.ends.items() if k == min(self.ends)} | {step: block_norms(table)}
         reason = self.watch.see(step, loss, finite)
-        if not finite and self.watch.first_bad_step == step and self.reason is None:
-            self.first_bad_step, self.first_bad_layer = step, self.locate(step, norms)
+        if self.first_bad_step is None and (reason or not finite):
+            self.first_bad_step = self.watch.first_bad_step
         if reason and self.reason is None:
-            where = f", begun in layer {self.first_bad_layer}" if not finite and self.first_bad_layer else ""
-            self.reason, self.first_bad_step = reason + where, self.watch.first_bad_step
-            if finite:
-                self.first_bad_layer = None
+            layer = self._stretch_layer if not finite else None
+            self.reason = reason + (f", begun in layer {layer}" if layer else "")
 
     def validation(self, step: int, loss: float) -> None:
         """One line for a validation, after the lines of the steps before it."""
@@ -124,7 +132,8 @@ class Recorder:
         self._write({"step": step, "tokens": step * self.tokens_per_step, "val_loss": loss})
         self.val_loss.append((step, loss))
         if not np.isfinite(loss) and self.reason is None:
-            self.reason, self.first_bad_step = f"validation loss not finite at step {step}", step
+            self.reason = f"validation loss not finite at step {step}"
+            self.first_bad_step = self.first_bad_step or step
 
     def pause(self) -> None:
         """Stop the training clock until the next step (validation, checkpoints)."""

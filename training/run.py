@@ -6,8 +6,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,35 +75,12 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     3 for a run that diverged, 128 + the signal's number for one that was interrupted.
     """
     started = time.perf_counter()
-    _write(parts.directory / "environment.json", machine.environment(parts.device, _corpus(parts.tokens)))
-    (parts.directory / "tokenizer.json").write_text(parts.tokens.tokenizer.to_json(), encoding="utf-8")
-    steps, accumulate = scalars["steps"], scalars["accumulate"]
-    model = parts.model.train()
-    gradients = GradientNorms(inventory(model), model.depth)
-
-    def locate(step: int, norms: np.ndarray) -> int | None:
-        batches = (parts.windows[i].to(task.device) for i in range((step - 1) * accumulate, step * accumulate))
-        return first_bad_layer(model, batches, gradients, norms)
-
-    recorder = Recorder(
-        parts.directory / "metrics.jsonl",
-        gradients,
-        parts.log,
-        steps=steps,
-        log_every=scalars["log_every"],
-        tokens_per_step=scalars["batch"] * model.context,
-        clip=scalars["clip"],
-        locate=locate,
-    )
-    shared = {"steps": steps, "accumulate": accumulate, "clip": scalars["clip"]}
-    if parts.checkpoint:
-        recorder.restore(parts.start)
-    task = Task(model, parts.optimizer(model), parts.schedule, gradients, recorder, **shared)
-    show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
-    signals = Signals()  # before Pace, which saves when a stop has been asked for
-    every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}
-    pace = Pace(parts.directory / "checkpoints", parts.val, **every)
-    trainer = _trainer(parts.device, scalars, [signals, pace, show], bar=isinstance(show, Bar))
+    if not parts.checkpoint:
+        _write(parts.directory / "environment.json", machine.environment(parts.device, _corpus(parts.tokens)))
+        (parts.directory / "tokenizer.json").write_text(parts.tokens.tokenizer.to_json(), encoding="utf-8")
+    steps, signals = scalars["steps"], Signals()
+    trainer, task = _assemble(parts, scalars, signals)
+    recorder = task.recorder
     verdict, reason, code = "failed", "", 1
     try:
         # Lightning raises for a SIGTERM that comes before the first step
@@ -116,13 +93,44 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
         raise
     finally:
         recorder.close()
-        wall = time.perf_counter() - started
+        wall = time.perf_counter() - started + (_earlier(parts.directory) if parts.checkpoint else 0.0)
         summary = _summary(recorder, facts, verdict, reason, steps, wall, machine.peak_memory(parts.device))
         _write(parts.directory / "summary.json", summary)
         if recorder.loss:
             _draw(parts)
         parts.log.finish(summary, code)
     return summary, code
+
+
+def _assemble(parts: Parts, scalars: dict[str, Any], signals: Signals) -> tuple[pl.Trainer, Task]:
+    model, steps, accumulate = parts.model.train(), scalars["steps"], scalars["accumulate"]
+    gradients = GradientNorms(inventory(model), model.depth)
+
+    def locate(step: int, norms: np.ndarray) -> int | None:
+        batches = (parts.windows[i].to(task.device) for i in range((step - 1) * accumulate, step * accumulate))
+        with trainer.precision_plugin.forward_context():
+            return first_bad_layer(model, batches, gradients, norms)
+
+    recorder = Recorder(
+        parts.directory / "metrics.jsonl",
+        gradients,
+        parts.log,
+        steps=steps,
+        log_every=scalars["log_every"],
+        tokens_per_step=scalars["batch"] * model.context,
+        clip=scalars["clip"],
+        locate=locate,
+    )
+    if parts.checkpoint:
+        recorder.restore(parts.start)
+    shared = {"steps": steps, "accumulate": accumulate, "clip": scalars["clip"]}
+    task = Task(model, parts.optimizer(model), parts.schedule, gradients, recorder, **shared)
+    show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
+    every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}
+    pace = Pace(parts.directory / "checkpoints", parts.val, **every)
+    # signals before Pace, which saves when a stop has been asked for
+    trainer = _trainer(parts.device, scalars, [signals, pace, show], bar=isinstance(show, Bar))
+    return trainer, task
 
 
 def _judge(recorder: Recorder, signals: Signals, steps: int, facts: dict[str, Any]) -> tuple[str, str, int]:
@@ -146,13 +154,13 @@ def _summary(
 ) -> dict[str, Any]:
     loss = np.array(recorder.loss, dtype=np.float64)
     finite = loss[np.isfinite(loss)]
-    val = [value for _, value in recorder.val_loss]
+    val = [value for step, value in recorder.val_loss if step]
     numbers = {
         "first_loss": finite[0] if finite.size else None,
-        "final_loss": tail(loss, steps) if finite.size else None,
+        "final_loss": tail(loss, steps),
         "best_loss": finite.min() if finite.size else None,
         "best_val_loss": min((v for v in val if np.isfinite(v)), default=None),
-        "final_val_loss": val[-1] if val and np.isfinite(val[-1]) else None,
+        "final_val_loss": val[-1] if val else None,
         "spike_score": 100 * spikes(loss).mean() if finite.size else None,
         "tokens_per_second": recorder.tokens_per_second,
         "wall_time_s": wall,
@@ -166,13 +174,22 @@ def _summary(
         "first_bad_step": recorder.first_bad_step,
         "first_bad_layer": recorder.first_bad_layer,
         "skipped_steps": sum(recorder.skipped),
-        **{key: None if value is None else float(f"{value:.9g}") for key, value in numbers.items()},
+        **{
+            key: float(f"{value:.9g}") if value is not None and np.isfinite(value) else None
+            for key, value in numbers.items()
+        },
         "peak_memory_bytes": memory,
     }
 
 
+def _earlier(directory: Path) -> float:
+    """Seconds that a resumed run took before; 0 where it left no summary."""
+    path = directory / "summary.json"
+    return float(json.loads(path.read_text(encoding="utf-8"))["wall_time_s"]) if path.is_file() else 0.0
+
+
 def _write(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _corpus(tokens: Tokens) -> dict[str, Any]:
@@ -218,10 +235,10 @@ def _trainer(device: str, scalars: dict[str, Any], callbacks: list[pl.Callback],
         )
 
 
-class _quiet(warnings.catch_warnings):
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Without Lightning's advice on what does not concern a user of this framework (number of workers, loggers)."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning.*")
+        yield

@@ -73,6 +73,10 @@ class Task(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Beside weights and optimizer: what dropout draws next. Plain containers and tensors alone."""
         checkpoint["rng"] = torch.get_rng_state()
+        if self.device.type in ("cuda", "mps"):
+            checkpoint["device_rng"] = getattr(torch, self.device.type).get_rng_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         torch.set_rng_state(checkpoint["rng"])
+        if self.device.type in ("cuda", "mps") and "device_rng" in checkpoint:
+            getattr(torch, self.device.type).set_rng_state(checkpoint["device_rng"])

@@ -1,4 +1,5 @@
-"""The same numbers for Weights & Biases. Nothing here ever asks a question or waits for a network that is not there."""
+"""The same numbers for Weights & Biases. Nothing here ever asks a question, or waits more than
+`PATIENCE` seconds, once, for a server that does not answer."""
 
 import netrc
 import os
@@ -8,7 +9,10 @@ from urllib.parse import urlparse
 
 import numpy as np
 
+from stability.records import block_norms
+
 Mode = Literal["auto", "offline", "online", "disabled"]
+PATIENCE = 8  # seconds for a server that does not answer
 MOST_LAYERS, MOST_PARTED = 128, 32  # thousands of charts freeze the page; metrics.jsonl is always complete
 
 
@@ -45,10 +49,10 @@ class WandbLog:
         import wandb
 
         known = _logged_in(wandb.Settings().base_url)
-        if mode == "online" and not known:
-            raise ValueError("logger.mode=online needs a key: `wandb login` first, or leave logger.mode=auto (offline)")
         chosen: Any = os.environ.get("WANDB_MODE", "online" if known else "offline") if mode == "auto" else mode
-        settings = wandb.Settings(console="off", silent=True, quiet=True, init_timeout=20)
+        if chosen == "online" and not known:  # wandb would ask for one
+            raise ValueError("logger.mode=online needs a key: `wandb login` first, or leave logger.mode=auto (offline)")
+        settings = wandb.Settings(console="off", silent=True, quiet=True, init_timeout=PATIENCE)
         start: dict[str, Any] = {
             "dir": str(directory),
             "name": name,
@@ -84,7 +88,7 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
     norms = record.get("grad_norm", {})
     out |= {f"grad_norm/{key}": norms[key] for key in ("total", "embed", "head") if key in norms}
     if "attention" in norms:
-        block = np.sqrt(sum(np.square(norms[part]) for part in ("attention", "ffn", "norm", "residual")))
+        block = block_norms(norms)
         depth = len(block)
         for layer in np.unique(np.linspace(1, depth, min(depth, MOST_LAYERS)).round().astype(int)).tolist():
             out[f"grad_norm/layer_{layer:04d}"] = float(block[layer - 1])

@@ -64,12 +64,12 @@ def textbook(a: Attention, u: torch.Tensor, kv_heads: int, qk_norm: str, rotary:
 @pytest.mark.parametrize("rotary", [False, True])
 def test_equals_the_textbook(kv_heads: int, qk_norm: str, rotary: bool):
     """float64; sums of 24 products of order 1 to 100 leave about 1e-13; the rotation's table is held in float32, which
-    leaves 6e-8 of numbers of that order."""
-    position = Rotary(dim=DIM, head_dim=DIM // HEADS, context=TIME)
+    leaves 6e-8 of a score of order 100, and that of every weight of the softmax: 1e-5."""
+    position = Rotary(DIM, DIM // HEADS, TIME)
     module = build(kv_heads, qk_norm, position.rotate if rotary else lambda q: q)
     u = torch.randn(TIME, DIM, dtype=torch.float64)
     expected = textbook(module, u, kv_heads, qk_norm, rotary)
-    tolerance = 1e-4 if rotary else 1e-11
+    tolerance = 1e-5 if rotary else 1e-11
     torch.testing.assert_close(module(u[None])[0], expected, rtol=tolerance, atol=tolerance)
 
 
@@ -89,7 +89,7 @@ def test_scores_below_any_finite_mask_stay_masked(oracle):
 
 
 def test_rotation_depends_on_the_distance_alone():
-    position = Rotary(dim=8, head_dim=8, context=32)
+    position = Rotary(8, 8, 32)
     q, k = torch.randn(8), torch.randn(8)
     turned_q, turned_k = position.rotate(q.expand(32, 8)), position.rotate(k.expand(32, 8))
     scores = turned_q @ turned_k.T
@@ -101,19 +101,19 @@ def test_rotation_depends_on_the_distance_alone():
 
 def test_positions_say_what_they_add():
     x = torch.zeros(2, 3, 8)
-    learned = LearnedPosition(dim=8, head_dim=4, context=5)
+    learned = LearnedPosition(8, 4, 5)
     nn.init.normal_(learned.weight)
     assert torch.equal(learned.embed(x)[1], learned.weight[:3])
-    none = NoPosition(dim=8, head_dim=4, context=5)
+    none = NoPosition(8, 4, 5)
     assert none.embed(x) is x and none.rotate(x) is x
     with pytest.raises(ValueError, match="position=rotary needs an even width per head"):
-        Rotary(dim=9, head_dim=3, context=4)
+        Rotary(9, 3, 4)
 
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_feed_forward_equals_its_equation(gated: bool):
     kind = GatedMLP if gated else MLP
-    module = kind(6, bias=True, dropout=0.0).double()
+    module = kind(6, True, 0.0).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     u = torch.randn(5, 6, dtype=torch.float64)
@@ -134,7 +134,7 @@ def test_hidden_widths():
 
 
 def test_dropout_acts_in_training_alone():
-    module = MLP(16, bias=False, dropout=0.5)
+    module = MLP(16, False, 0.5)
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     u = torch.randn(64, 16)

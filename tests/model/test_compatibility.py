@@ -10,7 +10,7 @@ from tests.conftest import cells, plain
 
 
 def refused(norm: str, placement: str, residual: str, depth: int) -> list[str]:
-    return check({"norm": norm, "placement": placement, "residual": residual}, depth)
+    return check({"norm": norm, "placement": placement, "residual": residual}, depth, qk_norm="none" if norm == "none" else "full")
 
 
 def check(names: dict[str, str], depth: int, *words: str, qk_norm: str = "full") -> list[str]:
@@ -34,6 +34,9 @@ def test_which_cells_are_refused():
 def test_mix_counts_only_the_layers_without_a_sum_norm():
     (line,) = refused("rmsnorm", "mix", "deepnorm", 12)
     assert "at each of 18 branches" in line  # 9 of 12 layers are pre-norm
+    (line,) = refused("rmsnorm", "mix", "standard", 3)
+    assert "placement=mix with model.depth=3 has no early layer" in line and "model.depth=4" in line
+    assert not refused("rmsnorm", "mix", "standard", 4)
 
 
 def test_a_learnt_skip_is_judged_by_where_it_starts():

@@ -20,7 +20,12 @@ FILES += [("recipe", name) for name in choices("recipe") if name != "none"]
 @pytest.mark.parametrize("axis, name", FILES)
 def test_the_first_line_of_the_file_is_its_equation(axis: str, name: str):
     built = train.choices_of(plain(f"{axis}={name}"))
-    assert summary(axis, name) == equation(built.placement, built.residual, depth=12)
+    assert summary(axis, name).removesuffix("   (at depth 12)") == equation(built.placement, built.residual, depth=12)
+
+
+def test_without_a_norm_the_equation_shows_none():
+    built = train.choices_of(plain("placement=peri", "norm=none"))
+    assert equation(built.placement, built.residual, 3, has_norm=False) == "x <- x + F(x);  logits = W x"
 
 
 def test_coefficients_appear_by_their_letters():

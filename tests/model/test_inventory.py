@@ -47,5 +47,5 @@ def test_a_learnt_eps_is_no_gain():
 
 @pytest.mark.parametrize("norm, placement, residual", cells())
 def test_every_cell_is_known(norm: str, placement: str, residual: str):
-    model = network(f"norm={norm}", f"placement={placement}", f"residual={residual}", "model.depth=1")
+    model = network(f"norm={norm}", f"placement={placement}", f"residual={residual}", "model.depth=4")
     assert [e.name for e in inventory(model)] == [name for name, _ in model.named_parameters()]

@@ -69,8 +69,8 @@ def test_the_std_of_every_matrix_by_role(residual: str, ffn: str, expected: dict
 
 
 def test_learned_scalars_are_parameters_of_each_branch():
-    model = network("residual=learned_scalars", "residual.alpha=0.5")
+    model = network("residual=learned_scalars", "residual.alpha=2")
     scalars = [(n, p.item()) for n, p in model.named_parameters() if n.endswith((".alpha", ".beta"))]
     assert len(scalars) == 2 * 2 * 2
-    assert {value for name, value in scalars if name.endswith("alpha")} == {0.5}
+    assert {value for name, value in scalars if name.endswith("alpha")} == {2.0}
     assert learned_scalars(Site("ffn", 1, 1), 4).gains == {} == standard(Site("ffn", 1, 1), 4).gains

@@ -16,10 +16,15 @@ from tests.conftest import cells, network, plain
 VOCAB = 11
 
 
+def deep_enough(placement: str) -> list[str]:
+    """Mix-LN's first quarter is a layer from depth 4 on."""
+    return ["model.depth=4"] if placement == "mix" else []
+
+
 def allowed(norm: str, placement: str, residual: str) -> bool:
     names = {"norm": norm, "placement": placement, "residual": residual}
     built = train.choices_of(plain(*[f"{axis}={name}" for axis, name in names.items()]))
-    return not list(refusals(built, names, depth=2, dim=16, qk_norm="none"))
+    return not list(refusals(built, names, depth=4, dim=16, qk_norm="none"))
 
 
 @pytest.mark.parametrize("norm, placement, residual", cells())
@@ -28,7 +33,9 @@ def test_every_cell_that_is_allowed_trains(norm: str, placement: str, residual: 
     if not allowed(norm, placement, residual):
         assert norm == "batchnorm" or (residual == "deepnorm" and (placement != "post" or norm == "none"))
         return
-    model = network(f"norm={norm}", f"placement={placement}", f"residual={residual}", vocab=VOCAB)
+    model = network(
+        f"norm={norm}", f"placement={placement}", f"residual={residual}", *deep_enough(placement), vocab=VOCAB
+    )
     torch.manual_seed(0)
     tokens = torch.randint(VOCAB, (8, 9))
 
@@ -99,7 +106,8 @@ def _evaluate(formula: str, x: torch.Tensor, branch, norms: list) -> torch.Tenso
 def test_causal_by_gradient(norm: str, placement: str, training: bool):
     """d logits_t / d embedding_u is exactly 0 for u > t. BatchNorm in training mode leaks, to later positions and to
     other sequences: that is why it is refused, and this documents it."""
-    model = network(f"norm={norm}", f"placement={placement}", "model.qk_norm=head", vocab=VOCAB).train(training)
+    words = [f"norm={norm}", f"placement={placement}", "model.qk_norm=head", *deep_enough(placement)]
+    model = network(*words, vocab=VOCAB).train(training)
     captured: list[torch.Tensor] = []
     model.embed.register_forward_hook(lambda *a: captured.append(a[2].requires_grad_()) or a[2].retain_grad())
     logits = model(torch.randint(VOCAB, (2, 8)))

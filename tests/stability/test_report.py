@@ -247,7 +247,7 @@ def test_comparison_shares_one_colour_scale_and_one_legend(tmp_path: Path, drawn
     assert (heat(first).norm.vmin, heat(first).norm.vmax) == (blocks.min(), blocks.max())
     texts = [text.get_text() for text in figure.subfigs[0].legends[0].get_texts()]
     assert texts == ["placement=pre model.depth=12  [stable]", "placement=post model.depth=100  [stalled]"]
-    profile = panels(figure)["Gradient norm against depth, last finite step"]
+    profile = panels(figure)["Gradient norm against depth, last step"]
     assert profile.get_xlabel().startswith("layer / depth")  # 12 layers against 100
     assert np.asarray(profile.lines[0].get_xdata())[[0, -1]].tolist() == [1 / 12, 1.0]
     loss = panels(figure)["Loss: running mean, validation as points"]

@@ -47,6 +47,13 @@ def test_too_short_and_a_known_floor():
     assert verdict(history(final=3.15), floor=1.0) == "stalled"
 
 
+def test_a_loss_on_its_way_is_neither_stalled_nor_stable():
+    falling = np.linspace(6.0, 4.0, 100)
+    assert verdict(falling) == "too_short"
+    assert verdict(np.linspace(6.0, 5.2, 100)) == "stalled"  # 0.08 a tenth: that is no way to get there
+    assert verdict(np.linspace(4.2, 3.2, 100)) == "stalled"  # within 0.1 of the entropy: it has got there
+
+
 def test_spiky():
     loss = history()
     loss[300] += 1.0
@@ -62,6 +69,7 @@ def test_spiky():
 def test_spikes_equal_the_plain_loop():
     loss = np.random.default_rng(1).standard_t(2, 1500)
     loss[[5, 700]] = np.nan
+    loss[100] = 1e7  # running sums would lose every digit after it
     loss[900] = 60.0
     plain = np.zeros(len(loss), bool)
     for i in range(len(loss)):

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.nn import functional as F
 
 import train
+from conf.check import check
 from conf.help import CONF
 from data.tokens import prepare
 from data.windows import Windows
@@ -177,7 +178,7 @@ def test_best_is_the_checkpoint_of_the_lowest_validation(run):
 
 
 def test_a_stall_tells_the_gradient_of_the_first_and_the_last_step(run):
-    records, summary = run("steps=60")
+    records, summary = run("steps=60", "optimizer.lr=1e-7")
     blocks = [
         [sum(r["grad_norm"][part][0] ** 2 for part in ("attention", "ffn", "norm", "residual")) ** 0.5]
         for r in (steps(records)[0], steps(records)[-1])
@@ -219,8 +220,9 @@ def test_a_run_that_is_not_finite_stops_and_says_where(run, monkeypatch, layer: 
     assert all(record["loss"] is None and "loss" in record["nonfinite"] for record in bad)
     assert steps(records)[-1]["step"] < first + 3 + log_every
     kept = torch.load(summary["directory"] / "checkpoints" / "last.ckpt", weights_only=True)
-    assert kept["global_step"] == first // 5 * 5  # the skipped step left its weights as they were
+    assert kept["global_step"] == steps(records)[-1]["step"]  # the skipped steps left the weights as they were
     assert all(torch.isfinite(value).all() for value in kept["state_dict"].values())
+    json.loads((summary["directory"] / "summary.json").read_text(), parse_constant=pytest.fail)  # no bare NaN
 
 
 def test_a_single_step_that_is_not_finite_is_skipped_and_counted(run, monkeypatch):
@@ -236,10 +238,84 @@ def test_a_single_step_that_is_not_finite_is_skipped_and_counted(run, monkeypatc
 
 
 def test_a_loss_far_above_its_start_ends_the_run(run):
-    words = ["optimizer.lr=30", "clip=0", "schedule=constant", "schedule.warmup=0", "steps=100", "placement=pre"]
+    words = ["optimizer.lr=10", "clip=0", "schedule=constant", "schedule.warmup=0", "steps=100", "placement=pre"]
     records, summary = run(*words)
     assert (summary["verdict"], summary["code"]) == ("diverged", 3)
     assert summary["first_bad_step"] and len(steps(records)) < 100
+    assert summary["final_val_loss"] is None  # the one before the first step is no result
+    kept = torch.load(summary["directory"] / "checkpoints" / "last.ckpt", weights_only=True)
+    assert kept["global_step"] == 0  # from before it diverged
+
+
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_a_diagnosis_leaves_the_training_alone(run, monkeypatch, log_every: int):
+    """Finding the layer runs the model again, which must move neither dropout nor the record of the first bad step."""
+    words = ["steps=40", "model.dropout=0.2", f"log_every={log_every}"]
+    original = run_module._trainer
+    twice = [Poison(2, 13, count=1), Poison(1, 23, count=1)]
+    monkeypatch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, *twice], **k))
+    found, summary = run(*words)
+    monkeypatch.setattr("training.run.first_bad_layer", lambda *_: 2)
+    blind, _ = run(*words)
+    assert [r["loss"] for r in steps(found)] == [r["loss"] for r in steps(blind)]
+    assert (summary["first_bad_step"], summary["first_bad_layer"], summary["skipped_steps"]) == (13, 2, 2)
+
+
+def test_a_skipped_step_leaves_running_statistics_alone(run, monkeypatch):
+    poisoned(monkeypatch, 1, 13, count=1)
+    records, summary = run("steps=60", "norm=batchnorm", "allow_unstable=true")
+    assert summary["skipped_steps"] == 1
+    assert summary["verdict"] != "diverged"
+    assert all(math.isfinite(r["val_loss"]) for r in records if "val_loss" in r)
+
+
+def test_a_directory_that_holds_a_run_is_not_written_into(run):
+    _, summary = run("steps=2")
+    before = (summary["directory"] / "metrics.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="already holds a run: resume="):
+        run("steps=2", directory=summary["directory"])
+    assert (summary["directory"] / "metrics.jsonl").read_bytes() == before
+
+
+class Crash(Callback):
+    def on_train_batch_start(self, trainer, module, *_):
+        if trainer.global_step == 2:
+            raise RuntimeError("the machine stopped")
+
+
+def test_a_run_that_crashed_before_its_first_checkpoint_starts_again_exactly(run, monkeypatch, tmp_path):
+    unbroken, _ = run("steps=4")
+    original = run_module._trainer
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, Crash()], **k))
+        with pytest.raises(RuntimeError, match="the machine stopped"):
+            run("steps=4", directory=tmp_path / "crashed")
+    assert json.loads((tmp_path / "crashed" / "summary.json").read_text())["verdict"] == "failed"
+    resumed, _ = run("steps=4", f"resume={tmp_path / 'crashed'}", directory=tmp_path / "crashed")
+    assert resumed == unbroken
+
+
+def test_a_resume_sees_the_same_text_with_the_same_threads(run, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i} of a text\n" for i in range(900)))
+    words = ["data=files", f"data.paths=[{text}]", "data.tokens=20000"]
+    words = [word for word in words if "tokens" not in word] + ["steps=4"]
+    _, summary = run(*words, drop="data.tokens")
+    where = summary["directory"]
+    recorded = json.loads((where / "environment.json").read_text())
+    (where / "environment.json").write_text(json.dumps(recorded | {"threads": 2}))
+    (where / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [{"step": 0, "val_loss": 5.0}]))
+    text.write_text(text.read_text() + "more\n")
+    with pytest.raises(ValueError, match="the text has changed since"):
+        run(*words, f"resume={where}", directory=where, drop="data.tokens")
+    assert json.loads((where / "environment.json").read_text())["threads"] == 2
+
+
+def test_validation_weighs_windows_not_batches(run):
+    """50 windows in batches of 16: the last batch has 2."""
+    split, _ = run("steps=1", "data.val_windows=50")
+    whole, _ = run("steps=1", "data.val_windows=50", "batch=50", "data.val_windows=50")
+    assert split[0]["val_loss"] == pytest.approx(whole[0]["val_loss"], rel=1e-6)
 
 
 def test_a_resumed_recorder_goes_on_counting(run, tmp_path):
@@ -305,11 +381,10 @@ def test_float64_and_bf16_mixed_run(run):
     assert steps(mixed)[1]["loss"] != steps(single)[1]["loss"]
 
 
-def test_the_picture_of_the_whole_catalogue_of_norms_is_one_command_away():
-    """Every choice of every axis composes and passes the type check."""
+def test_every_choice_of_every_axis_composes_and_passes_the_type_check():
     for axis in (path.name for path in CONF.iterdir() if path.is_dir() and not path.name.startswith("__")):
         for choice in sorted(path.stem for path in (CONF / axis).glob("*.yaml")):
-            assert config(f"{axis}={choice}")
+            assert check(config(f"{axis}={choice}")[0])
 
 
 def test_pace_never_saves_weights_that_are_not_finite(run):

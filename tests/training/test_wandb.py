@@ -19,8 +19,11 @@ def record(depth: int) -> dict:
 def test_it_never_asks_for_a_key(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"logger\.mode=online needs a key: `wandb login`"):
-        WandbLog(tmp_path, "a name", {}, mode="online")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for mode, environment in (("online", "offline"), ("auto", "online")):
+        monkeypatch.setenv("WANDB_MODE", environment)
+        with pytest.raises(ValueError, match=r"logger\.mode=online needs a key: `wandb login`"):
+            WandbLog(tmp_path, "a name", {}, mode=mode)
 
 
 @pytest.mark.parametrize("depth, layers, parted", [(2, 2, True), (32, 32, True), (33, 33, False), (128, 128, False), (1000, 128, False)])  # fmt: skip
