@@ -24,11 +24,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf import resume
+from conf.check import check, check_network
 from conf.explain import explain
 from conf.help import text as help_text
 from conf.schema import AXES, Run
 
 if TYPE_CHECKING:
+    from data.corpus import Corpus
+    from model.sizes import Sizes
     from model.transformer import Choices, Transformer
     from training.schedule import Constant
 
@@ -50,36 +53,39 @@ def choices_of(plain: dict[str, Any]) -> "Choices":
 
 def network(plain: dict[str, Any], choices: "Choices", vocab: int) -> "Transformer":
     """The network of a checked config, initialised by its seed."""
-    model: Transformer = instantiate(plain["model"])(vocab, choices, plain["seed"])
-    return model
+    from model.transformer import Transformer
+
+    return Transformer(vocab, choices, instantiate(plain["model"]), plain["seed"])
 
 
-def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices", "Constant"]:
-    """(The network's choices, the schedule), once everything that does not depend on the text is known to fit together.
+def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices", "Constant", "Corpus"]:
+    """(The network's choices, the schedule, the corpus), once all that the text does not decide is known to fit together.
 
-    ValueError, one line, for what does not. Nothing has been read or written by then.
+    ValueError, one line, for what does not. No text has been read by then, nothing written; torch is loaded last.
     """
+    schedule: Constant = instantiate(plain["schedule"])
+    schedule.warmup_steps(plain["steps"])
+    corpus: Corpus = instantiate(plain["data"])
+    sizes: Sizes = instantiate(plain["model"])
+
+    check_network(plain)
     from model.compatibility import refusals
 
-    sizes = plain["model"]
     choices = choices_of(plain)
-    # one layer of the real sizes: their constructors say what does not fit
-    network(plain | {"model": sizes | {"depth": min(sizes["depth"], 1)}}, choices, vocab=2)
-    for refusal in refusals(choices, axes, **{key: sizes[key] for key in ("depth", "dim", "qk_norm")}):
+    # one layer of the real sizes: the constructors of its parts say what does not fit
+    network(plain | {"model": plain["model"] | {"depth": 1}}, choices, vocab=2)
+    for refusal in refusals(choices, axes, sizes):
         if not plain["allow_unstable"]:
             raise ValueError(f"{refusal}; allow_unstable=true runs it all the same")
         print(f"allow_unstable=true: {refusal}")
-    schedule: Constant = instantiate(plain["schedule"])
-    schedule.warmup_steps(plain["steps"])
-    return choices, schedule
+    return choices, schedule, corpus
 
 
 def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: list[str]) -> tuple[dict[str, Any], int]:
     """One run in `directory`: (its summary, its exit code). ValueError, one line, for what the user can mend."""
-    from conf.check import check
-
-    plain = check(cfg)
+    plain, axes = check(cfg), {axis: axes.get(axis, "") for axis in AXES}
     before = resume.recorded(plain, directory)
+    choices, schedule, corpus = check_whole(plain, axes)
     import torch
 
     from data.tokens import prepare
@@ -87,15 +93,12 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
     from training import device as machine
     from training.describe import closing, describe
 
-    axes = {axis: axes.get(axis, "") for axis in AXES}
-    choices, schedule = check_whole(plain, axes)
     device, context, steps = machine.accelerator(), plain["model"]["context"], plain["steps"]
     machine.precision(plain["precision"], device)
     rows = plain["batch"] // plain["accumulate"]
     asked = plain["threads"] or before.get("threads")
     torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
 
-    corpus = instantiate(plain["data"])
     tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
     resume.check_text(before, tokens.hash, directory)
     order = {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}

@@ -7,7 +7,7 @@ one line that names the full key, what was found, and the nearest known name.
 import inspect
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from typing import Any, get_type_hints
+from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import get_object
@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from conf.schema import AXES, SCALARS
 
+NEED_TORCH = ("norm", "residual", "init", "ffn", "position")
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
@@ -28,7 +29,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def check(cfg: DictConfig) -> dict[str, Any]:
-    """The resolved config as plain containers; ValueError, one line, for whatever does not fit."""
+    """The resolved config as plain containers; ValueError, one line, for whatever does not fit. Without torch:
+    `check_network` does the rest."""
     if unknown := sorted(set(map(str, cfg)) - set(SCALARS) - set(AXES)):
         raise ValueError(f"{unknown[0]!r} is no key of the config; {nearest(unknown[0], [*SCALARS, *AXES])}")
     plain: dict[str, Any] = {key: _resolve(cfg, key) for key in map(str, cfg)}
@@ -38,9 +40,15 @@ def check(cfg: DictConfig) -> dict[str, Any]:
         node = plain.get(axis)
         if node is not None and not isinstance(node, dict):
             raise ValueError(f"{axis}={node!r} is none of its choices")
-        if node and "_target_" in node:
-            _check_node(axis, node)
+        if axis not in NEED_TORCH:
+            _check_node(axis, node or {})
     return plain
+
+
+def check_network(plain: dict[str, Any]) -> None:
+    """The axes whose constructors load torch, which takes two seconds: apart, so that the others are answered before."""
+    for axis in NEED_TORCH:
+        _check_node(axis, plain[axis])
 
 
 def _resolve(cfg: DictConfig, key: str) -> Any:
@@ -56,13 +64,14 @@ def _resolve(cfg: DictConfig, key: str) -> Any:
 
 
 def _check_node(axis: str, node: dict[str, Any]) -> None:
-    """Every key of a node against the signature of its `_target_`."""
+    """Every key of a node against the signature of its `_target_`, if it has one."""
+    if "_target_" not in node:
+        return
     try:
         target: Callable[..., Any] = get_object(node["_target_"])
     except (InstantiationException, ImportError, ValueError) as error:
         raise ValueError(f"{axis}._target_={node['_target_']!r} cannot be imported: {_first(error)}") from None
-    constructor = target.__init__ if inspect.isclass(target) else target
-    hints, parameters = get_type_hints(constructor, include_extras=True), inspect.signature(target).parameters
+    parameters = inspect.signature(target).parameters
     # what a partial node is called with later stands before the *; its knobs stand behind it
     partial = node.get("_partial_", False)
     known = {name for name, p in parameters.items() if not partial or p.kind is p.KEYWORD_ONLY}
@@ -72,7 +81,7 @@ def _check_node(axis: str, node: dict[str, Any]) -> None:
         if key not in known:
             names = [f"{axis}.{name}" for name in node if name in known]
             raise ValueError(f"{axis}.{key} is no knob of {node['_target_']}; {nearest(f'{axis}.{key}', names)}")
-        _fit(f"{axis}.{key}", value, hints.get(key, Any))
+        _fit(f"{axis}.{key}", value, parameters[key].annotation)
 
 
 def _fit(key: str, value: Any, kind: Any) -> None:

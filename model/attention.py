@@ -1,14 +1,12 @@
 """Causal multi-head attention."""
 
 from collections.abc import Callable
-from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.linear import Linear
-
-QKNorm = Literal["none", "head", "full"]
+from model.sizes import QKNorm, Sizes
 
 
 class Attention(nn.Module):
@@ -22,27 +20,18 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self,
-        dim: int,
-        *,
-        heads: int,
-        kv_heads: int,
-        qk_norm: QKNorm,
-        norm: Callable[[int], nn.Module],
-        rotate: Callable[[Tensor], Tensor],
-        bias: bool,
-        dropout: float,
+        self, sizes: Sizes, norm: Callable[[int], nn.Module], rotate: Callable[[Tensor], Tensor] = lambda q: q
     ) -> None:
         super().__init__()
-        self.head_dim, self.dropout, self.rotate = dim // heads, dropout, rotate
-        shared, kv_dim = heads // kv_heads, self.head_dim * kv_heads
-        self.q = Linear(dim, dim, role="score", bias=bias)
-        self.k = Linear(dim, kv_dim, role="score", bias=bias, repeats=shared)
-        self.v = Linear(dim, kv_dim, role="carry", bias=bias, repeats=shared)
-        self.o = Linear(dim, dim, role="write", bias=bias)
+        self.head_dim, self.dropout, self.rotate = sizes.head_dim, sizes.dropout, rotate
+        dim, shared, kv_dim = sizes.dim, sizes.heads // sizes.groups, sizes.head_dim * sizes.groups
+        self.q = Linear(dim, dim, role="score", bias=sizes.bias)
+        self.k = Linear(dim, kv_dim, role="score", bias=sizes.bias, repeats=shared)
+        self.v = Linear(dim, kv_dim, role="carry", bias=sizes.bias, repeats=shared)
+        self.o = Linear(dim, dim, role="write", bias=sizes.bias)
 
         def norm_if(kind: QKNorm, width: int) -> nn.Module:
-            return norm(width) if qk_norm == kind else nn.Identity()
+            return norm(width) if sizes.qk_norm == kind else nn.Identity()
 
         self.full_norm_q, self.full_norm_k = norm_if("full", dim), norm_if("full", kv_dim)
         self.head_norm_q, self.head_norm_k = norm_if("head", self.head_dim), norm_if("head", self.head_dim)

@@ -11,20 +11,21 @@ from torch import nn
 
 from model.residual import number
 from model.site import Branch, Site
+from model.sizes import Sizes
 from model.transformer import Choices
 
 BRANCHES: tuple[Branch, ...] = ("attention", "ffn")
 
 
-def refusals(choices: Choices, names: dict[str, str], *, depth: int, dim: int, qk_norm: str) -> Iterator[str]:
+def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[str]:
     """A line for each trap: both choices by `names` (axis -> choice), the number, and what to use in their place."""
-    sample = choices.norm(dim)
+    depth, sample = sizes.depth, choices.norm(sizes.dim)
     has_norm = not isinstance(sample, nn.Identity)
     yield from _skip_growth(choices, names, depth, has_norm)
-    if qk_norm != "none" and not has_norm:
-        yield f"model.qk_norm={qk_norm} with norm={names['norm']} puts no norm on queries and keys: choose a norm"
+    if sizes.qk_norm != "none" and not has_norm:
+        yield f"model.qk_norm={sizes.qk_norm} with norm={names['norm']} puts no norm on queries and keys: choose a norm"
     yield from _no_early_layer(choices, names, depth)
-    yield from _unbounded_scores(choices, names, depth, dim, qk_norm)
+    yield from _unbounded_scores(choices, names, sizes)
     if getattr(sample, "sees_future", False):
         yield (
             f"norm={names['norm']} in a causal model takes its statistics over time, so that in training every "
@@ -58,13 +59,14 @@ def _no_early_layer(choices: Choices, names: dict[str, str], depth: int) -> Iter
         )
 
 
-def _unbounded_scores(choices: Choices, names: dict[str, str], depth: int, dim: int, qk_norm: str) -> Iterator[str]:
+def _unbounded_scores(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[str]:
     """A branch that reads the bare stream through matrices of full size: its attention scores grow with the stream, and
     at the start the gradient grows towards the input by about 10^(0.08 N) over N blocks (measured with Xavier at N = 12,
     24, 48, 100; docs/log.md). OLMo 2 (arXiv 2501.00656, section 3) uses the placement together with QK-norm."""
+    depth = sizes.depth
     places = choices.placement.at(Site("attention", depth, depth))
-    full_size = choices.init.matrix(dim, dim) * sqrt(dim) > 0.5
-    if places == {"out"} and qk_norm == "none" and full_size and depth >= 24:
+    full_size = choices.init.matrix(sizes.dim, sizes.dim) * sqrt(sizes.dim) > 0.5
+    if places == {"out"} and sizes.qk_norm == "none" and full_size and depth >= 24:
         yield (
             f"placement={names['placement']} with model.qk_norm=none and init={names['init']} starts with a gradient "
             f"about 10^{0.08 * depth:.0f} times as large in layer 1 as in layer {depth}: use model.qk_norm=full, as OLMo 2"

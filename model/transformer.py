@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import Attention, QKNorm
+from model.attention import Attention
 from model.block import Block, Branch
 from model.init import Init, draw_, initialise_
 from model.placement import Placement
@@ -14,6 +15,7 @@ from model.position import NoPosition
 from model.residual import Method
 from model.site import Branch as BranchName
 from model.site import Site
+from model.sizes import Sizes
 from model.stream import Stream
 
 
@@ -59,62 +61,25 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """logits = head(block_N(... block_1(embedding(tokens)))): int64 (batch, time <= context) to (batch, time, vocab).
 
-    `choices` says what stands at each site; the other arguments are sizes. Initialised in full by `seed`.
-    Raises ValueError, with the config key, for sizes that do not fit together.
+    `choices` says what stands at each site. Initialised in full by `seed`.
     """
 
-    def __init__(
-        self,
-        vocab: int,
-        choices: Choices,
-        seed: int,
-        *,
-        depth: int,
-        dim: int,
-        heads: int,
-        context: int,
-        kv_heads: int | None = None,
-        qk_norm: QKNorm = "none",
-        tied: bool = False,
-        bias: bool = False,
-        dropout: float = 0.0,
-    ) -> None:
+    def __init__(self, vocab: int, choices: Choices, sizes: Sizes, seed: int) -> None:
         super().__init__()
-        kv_heads = check_sizes(depth, dim, heads, context, kv_heads, dropout)
-        norm, placement, init = choices.norm, choices.placement, choices.init
-        self.depth, self.dim, self.context, self.vocab = depth, dim, context, vocab
+        dim, norm, init = sizes.dim, choices.norm, choices.init
+        self.vocab, self.depth, self.dim, self.context = vocab, sizes.depth, dim, sizes.context
 
-        position = choices.position(dim, dim // heads, context)
+        position = choices.position(dim, sizes.head_dim, sizes.context)
         rms = init.embedding(1 + position.terms)
-        token_std = init.head(dim) if tied else rms
-        token = nn.Parameter(Tensor(vocab, dim))
-        ends = {place: norm(dim) if place in placement.ends else nn.Identity() for place in ("embed", "head")}
-        self.embed = Embedding(token, rms / token_std, position, ends["embed"], dropout)
-
-        def branch(name: BranchName, layer: int, function: nn.Module) -> Branch:
-            site = Site(name, layer, depth)
-            residual = choices.residual(site, dim)
-            return Branch(function, Stream(dim, places=placement.at(site), norm=norm, residual=residual), residual)
-
-        def block(layer: int) -> Block:
-            attention = Attention(
-                dim,
-                heads=heads,
-                kv_heads=kv_heads,
-                qk_norm=qk_norm,
-                norm=norm,
-                rotate=position.rotate,
-                bias=bias,
-                dropout=dropout,
-            )
-            ffn = choices.ffn(dim, bias, dropout)
-            return Block(branch("attention", layer, attention), branch("ffn", layer, ffn))
-
-        self.blocks = nn.ModuleList(block(layer) for layer in range(1, depth + 1))
-        self.head = Head(token if tied else nn.Parameter(Tensor(vocab, dim)), ends["head"])
+        token_std = init.head(dim) if sizes.tied else rms
+        token = nn.Parameter(torch.empty(vocab, dim))
+        ends = {place: norm(dim) if place in choices.placement.ends else nn.Identity() for place in ("embed", "head")}
+        self.embed = Embedding(token, rms / token_std, position, ends["embed"], sizes.dropout)
+        self.blocks = nn.ModuleList(_block(layer, choices, sizes, position) for layer in range(1, sizes.depth + 1))
+        self.head = Head(token if sizes.tied else nn.Parameter(torch.empty(vocab, dim)), ends["head"])
 
         draw_(token, token_std, seed=seed, name="embed.token")
-        if not tied:
+        if not sizes.tied:
             draw_(self.head.weight, init.head(dim), seed=seed, name="head.weight")
         for name, parameter in position.named_parameters():
             draw_(parameter, rms, seed=seed, name=f"position.{name}")
@@ -127,18 +92,13 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-def check_sizes(depth: int, dim: int, heads: int, context: int, kv_heads: int | None, dropout: float) -> int:
-    """The number of key-value heads (all heads where none is asked for); ValueError for sizes that do not fit."""
-    for key, value in (("depth", depth), ("dim", dim), ("heads", heads), ("context", context)):
-        if value < 1:
-            raise ValueError(f"model.{key} must be >= 1, found {value}")
-    if dim % heads:
-        raise ValueError(f"model.dim={dim} must divide by model.heads={heads} ({dim} % {heads} = {dim % heads})")
-    kv_heads = heads if kv_heads is None else kv_heads
-    if kv_heads < 1:
-        raise ValueError(f"model.kv_heads must be >= 1, found {kv_heads}")
-    if heads % kv_heads:
-        raise ValueError(f"model.heads={heads} must divide by model.kv_heads={kv_heads}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"model.dropout must be in [0, 1), found {dropout}")
-    return kv_heads
+def _block(layer: int, choices: Choices, sizes: Sizes, position: NoPosition) -> Block:
+    """What stands in one layer: two branches, each with the norms and coefficients of its site."""
+
+    def branch(name: BranchName, function: nn.Module) -> Branch:
+        site = Site(name, layer, sizes.depth)
+        residual, places = choices.residual(site, sizes.dim), choices.placement.at(site)
+        return Branch(function, Stream(sizes.dim, places=places, norm=choices.norm, residual=residual), residual)
+
+    attention = Attention(sizes, choices.norm, position.rotate)
+    return Block(branch("attention", attention), branch("ffn", choices.ffn(sizes.dim, sizes.bias, sizes.dropout)))

@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 import train
-from conf.check import check
+from conf.check import check, check_network
 from conf.help import CONF
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +33,9 @@ def config(*overrides: str) -> tuple[DictConfig, dict[str, str]]:
 
 @cache
 def _checked(overrides: tuple[str, ...]) -> dict[str, Any]:
-    return check(config(*overrides)[0])
+    settings = check(config(*overrides)[0])
+    check_network(settings)
+    return settings
 
 
 def plain(*overrides: str) -> dict[str, Any]:

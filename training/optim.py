@@ -1,14 +1,16 @@
 """The optimizer and what decays."""
 
 from collections import defaultdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 from pydantic import Field
-from torch.optim import AdamW
 
-from model.inventory import Kind, inventory
-from model.transformer import Transformer
+if TYPE_CHECKING:  # a bad knob is refused without loading torch
+    from torch.nn import Parameter
+    from torch.optim import AdamW
+
+    from model.inventory import Kind
+    from model.transformer import Transformer
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -16,14 +18,14 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 def adamw(
-    model: Transformer,
+    model: "Transformer",
     *,
     lr: Positive = 1e-3,
     betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95],  # noqa: B006 (never changed)
     eps: Positive = 1e-8,
     weight_decay: NonNegative = 0.1,
     norm_decay: NonNegative = 0.0,
-) -> AdamW:
+) -> "AdamW":
     """theta <- theta - lr (m^ / (sqrt(v^) + eps) + lambda theta), lambda by what the parameter is.
 
     lambda is `weight_decay` for matrices, `norm_decay` for norm gains, and 0 for biases, embeddings (a tied matrix is
@@ -31,8 +33,12 @@ def adamw(
     Fused, since the fused kernel alone takes `found_inf` and skips a non-finite step on the device.
     Source: Loshchilov, Hutter 2017, arXiv 1711.05101, algorithm 2.
     """
+    from torch.optim import AdamW
+
+    from model.inventory import inventory
+
     decay: dict[Kind, float] = {"matrix": weight_decay, "norm": norm_decay}
-    groups: dict[float, list[torch.nn.Parameter]] = defaultdict(list)
+    groups: dict[float, list[Parameter]] = defaultdict(list)
     for entry in inventory(model):
         groups[decay.get(entry.kind, 0.0)].append(entry.parameter)
     listed = [{"params": parameters, "weight_decay": value} for value, parameters in groups.items()]

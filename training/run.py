@@ -96,9 +96,11 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
         wall = time.perf_counter() - started + (_earlier(parts.directory) if parts.checkpoint else 0.0)
         summary = _summary(recorder, facts, verdict, reason, steps, wall, machine.peak_memory(parts.device))
         _write(parts.directory / "summary.json", summary)
-        if recorder.loss:
-            _draw(parts)
-        parts.log.finish(summary, code)
+        try:
+            if recorder.loss:
+                _draw(parts)
+        finally:
+            parts.log.finish(summary, code)
     return summary, code
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from conf.check import check, nearest
+from conf.check import check, check_network, nearest
 from conf.help import choices, defaults, summary, text
 from conf.resume import as_overrides
 from conf.schema import AXES, SCALARS
@@ -115,6 +115,28 @@ def test_refusals_load_nothing_heavy(tmp_path: Path):
     assert ended.stdout == "2 set()\n"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model.depth=0",
+        "model.depth=twelve",
+        "optimizer.lr=-1e-3",
+        "steps=10 schedule.warmup=20",
+        "data=files",
+        "norm.epz=1",
+    ],
+)
+def test_most_refusals_do_not_even_load_torch(words: str, tmp_path: Path):
+    code = (
+        f"import sys, train; sys.argv[1:] = {words.split()}\n"
+        "try: train.main()\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.stdout == "2 False\n"
+
+
 def test_help_lists_each_axis_with_its_choices_and_a_line_on_each(tmp_path: Path):
     ended, took = command("--help", cwd=tmp_path)
     assert ended.returncode == 0 and ended.stderr == ""
@@ -143,8 +165,9 @@ def test_a_broken_interpolation_is_found_where_nobody_reads_it():
 def test_a_target_that_is_not_there():
     cfg, _ = config()
     OmegaConf.update(cfg, "norm._target_", "model.norm.Nothing")
+    settings = check(cfg)
     with pytest.raises(ValueError, match=r"norm\._target_='model\.norm\.Nothing' cannot be imported"):
-        check(cfg)
+        check_network(settings)
 
 
 def test_nearest():

@@ -10,15 +10,15 @@ from model.attention import Attention
 from model.ffn import MLP, GatedMLP, hidden_width
 from model.norm import RMSNorm
 from model.position import LearnedPosition, NoPosition, Rotary
+from model.sizes import Sizes
 
 DIM, HEADS, TIME = 24, 6, 7
 
 
 def build(kv_heads: int = HEADS, qk_norm: str = "none", rotate=lambda q: q, bias: bool = True) -> Attention:
     torch.manual_seed(0)
-    module = Attention(
-        DIM, heads=HEADS, kv_heads=kv_heads, qk_norm=qk_norm, norm=RMSNorm, rotate=rotate, bias=bias, dropout=0.0
-    ).double()
+    sizes = Sizes(1, DIM, HEADS, TIME, kv_heads=kv_heads, qk_norm=qk_norm, bias=bias)
+    module = Attention(sizes, RMSNorm, rotate).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     return module
@@ -76,9 +76,7 @@ def test_equals_the_textbook(kv_heads: int, qk_norm: str, rotary: bool):
 def test_scores_below_any_finite_mask_stay_masked(oracle):
     """A mask of -1e4 lets a query whose own score is -15258 look into the future; -inf does not."""
     case = oracle("attention_mask_probe.json")["additive_-1e4_leak"]
-    module = Attention(
-        4, heads=1, kv_heads=1, qk_norm="none", norm=RMSNorm, rotate=lambda q: q, bias=False, dropout=0.0
-    )
+    module = Attention(Sizes(1, 4, 1, 4), RMSNorm)
     with torch.no_grad():
         for linear in (module.v, module.o):
             linear.weight.copy_(torch.eye(4))

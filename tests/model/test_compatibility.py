@@ -6,16 +6,21 @@ import pytest
 
 import train
 from model.compatibility import refusals
+from model.sizes import Sizes
 from tests.conftest import cells, plain
 
 
 def refused(norm: str, placement: str, residual: str, depth: int) -> list[str]:
-    return check({"norm": norm, "placement": placement, "residual": residual}, depth, qk_norm="none" if norm == "none" else "full")
+    return check(
+        {"norm": norm, "placement": placement, "residual": residual},
+        depth,
+        qk_norm="none" if norm == "none" else "full",
+    )
 
 
 def check(names: dict[str, str], depth: int, *words: str, qk_norm: str = "full") -> list[str]:
     built = train.choices_of(plain(*[f"{axis}={name}" for axis, name in names.items()], *words))
-    return list(refusals(built, {"init": "xavier"} | names, depth=depth, dim=64, qk_norm=qk_norm))
+    return list(refusals(built, {"init": "xavier"} | names, Sizes(depth, 64, 4, 8, qk_norm=qk_norm)))
 
 
 def test_the_growth_of_deepnorm_on_a_pre_norm_stream(oracle):

@@ -11,6 +11,7 @@ from conf.help import choices
 from model.compatibility import refusals
 from model.equation import equation
 from model.norm import BatchNorm
+from model.sizes import Sizes
 from tests.conftest import cells, network, plain
 
 VOCAB = 11
@@ -24,7 +25,7 @@ def deep_enough(placement: str) -> list[str]:
 def allowed(norm: str, placement: str, residual: str) -> bool:
     names = {"norm": norm, "placement": placement, "residual": residual}
     built = train.choices_of(plain(*[f"{axis}={name}" for axis, name in names.items()]))
-    return not list(refusals(built, names, depth=4, dim=16, qk_norm="none"))
+    return not list(refusals(built, names, Sizes(4, 16, 2, 8)))
 
 
 @pytest.mark.parametrize("norm, placement, residual", cells())
