@@ -16,7 +16,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import LogFormatter, MaxNLocator, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from stability.records import Array, Run, label
@@ -264,8 +264,9 @@ def _log_y(panel: Axes, text: str) -> None:
     panel.set_ylabel(text, fontsize=11)
     low, high = panel.get_ylim()
     if high < 30 * low:  # within a decade or so plain numbers read better than powers of ten
-        panel.yaxis.set_major_formatter(ScalarFormatter())
-        panel.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.5)))
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _furnish(panel: Axes, title: str, across: str = "step (optimizer steps)") -> None:

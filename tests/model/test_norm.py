@@ -44,6 +44,8 @@ def reference(name: str, x: Tensor, eps: float, p: dict[str, Tensor]) -> Tensor:
         "learnable_eps_rmsnorm": lambda: p["gain"] * x / rms(x, torch.exp(p["log_eps"])),
         "partial_rmsnorm": lambda: p["gain"] * x / rms(x[..., :1], eps),  # int(0.0625 * 16) = 1
     }
+    if name not in equations:
+        pytest.fail(f"norm={name} has no reference: write its equation here, in plain float64 arithmetic")
     return equations[name]()
 
 
