@@ -94,8 +94,9 @@ def short(path: Path) -> Path:
 
 def _advice(model: Transformer, schedule: Constant, steps: int) -> str:
     """What is allowed but known to fail; empty if nothing."""
-    norms_after_sums = all(isinstance(m.stream.norm_sum, Norm) for m in model.modules() if isinstance(m, Branch))
-    if norms_after_sums and schedule.warmup_steps(steps) == 0:
+    streams = [module.stream for module in model.modules() if isinstance(module, Branch)]
+    plain_post = all(isinstance(stream.norm_sum, Norm) and number(stream.alpha) == 1 for stream in streams)
+    if plain_post and schedule.warmup_steps(steps) == 0:
         return "post-norm without warm-up seldom trains (Xiong et al. 2020, arXiv 2002.04745, section 3)"
     return ""
 

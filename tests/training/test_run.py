@@ -79,6 +79,22 @@ def test_the_record_keeps_its_contract(run):
     assert read(directory).layers["block"].shape == (10, 2)
 
 
+def test_what_is_said_before_the_first_step(run, capsys):
+    """The equation, its constants, the initial std by matrix and role, and what is known to fail."""
+    run("steps=1", "recipe=deepnorm", "model.depth=8", "norm=layernorm")
+    said = capsys.readouterr().out
+    assert "x <- N(alpha x + F(x));  logits = W x" in said
+    assert "alpha = 2  s = 1  beta = 1  eps = 1e-06" in said  # (2 * 8)^(1/4)
+    # Xavier of 16 x 16 is 1/4, times (8 * 8)^(-1/4) = 0.3536
+    assert "q (score) 0.25  k (score) 0.25  v (carry) 0.08839  o (write) 0.08839" in said
+    assert "without warm-up" not in said
+    run("steps=1", "placement=post", "norm=none")
+    said = capsys.readouterr().out
+    assert "x <- x + F(x);  logits = W x" in said and "  eps = " not in said and "without warm-up" not in said
+    run("steps=1", "placement=post", "schedule.warmup=0")
+    assert "note         post-norm without warm-up seldom trains" in capsys.readouterr().out
+
+
 def test_accumulation_does_not_change_the_result(run):
     """1e-5: sums of 128 float32 terms in another order differ by about 1e-6 of themselves."""
     one, _ = run("steps=8", "log_every=1")
