@@ -42,6 +42,9 @@ OmegaConf.register_new_resolver("axes", help_text, replace=True)
 
 USAGE, FAILED = 2, 1  # exit codes; training/run.py has the others
 CODES: list[int] = []  # of the jobs of a sweep
+PENALTY = (
+    100.0  # nats: what a sweeper is told of a job that diverged, failed or was refused; finite, since nan ends one
+)
 
 
 def choices_of(plain: dict[str, Any]) -> "Choices":
@@ -138,7 +141,7 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def job(cfg: DictConfig) -> float | None:
+def job(cfg: DictConfig) -> float:
     """Hydra's task function: in a sweep it never raises or exits, since that would lose the jobs that follow."""
     here = HydraConfig.get()
     directory, sweep = Path(here.runtime.output_dir), here.mode == RunMode.MULTIRUN
@@ -164,7 +167,7 @@ def job(cfg: DictConfig) -> float | None:
     if not sweep or code > 128:  # a signal belongs to the sweep: the jobs that follow are not started
         sys.exit(code)
     CODES.append(code)
-    return summary.get("final_loss")
+    return PENALTY if code or summary["final_loss"] is None else float(summary["final_loss"])
 
 
 def main() -> None:

@@ -71,7 +71,13 @@ class Pace(Callback):
         self.directory.mkdir(exist_ok=True)
         unfinished = self.directory / f".{name}.unfinished"
         trainer.save_checkpoint(unfinished)
+        _to_disk(unfinished)  # else a power cut could leave the new name on an empty file
         os.replace(unfinished, self.directory / f"{name}.ckpt")
+
+
+def _to_disk(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def _finite(model: torch.nn.Module) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import lightning.pytorch as pl
@@ -56,16 +57,24 @@ class Parts:
 
 
 def resume_point(directory: Path, *, resuming: bool) -> tuple[Path | None, int]:
-    """(The checkpoint to continue from, the steps that it has done), or (None, 0) for a run from the start.
+    """(The newest checkpoint that is whole, the steps that it has done), or (None, 0) for a run from the start.
 
-    Raises ValueError where a resumed run has none.
+    Says which files are damaged; ValueError where a resumed run has no other.
     """
     if not resuming:
         return None, 0
-    path = directory / "checkpoints" / "last.ckpt"
-    if not path.is_file():
-        raise ValueError(f"resume={directory}: checkpoints/last.ckpt is missing, so there is nothing to continue from")
-    return path, int(torch.load(path, map_location="cpu", weights_only=True)["global_step"])
+    good: dict[int, Path] = {}
+    for path in (directory / "checkpoints" / "best.ckpt", directory / "checkpoints" / "last.ckpt"):
+        if path.is_file():
+            try:
+                # mapped: only the structure is read here, whose end a truncated file lacks
+                good[int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])] = path
+            except (RuntimeError, OSError, EOFError, KeyError, TypeError, ValueError, UnpicklingError) as error:
+                print(f"{path} is no whole checkpoint of a run and is left aside ({str(error).splitlines()[0][:80]})")
+    if not good:
+        raise ValueError(f"resume={directory}: checkpoints/ holds no checkpoint that can be read: start a new run")
+    start = max(good)
+    return good[start], start
 
 
 def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[dict[str, Any], int]:

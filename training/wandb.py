@@ -3,6 +3,7 @@
 
 import netrc
 import os
+import secrets
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
@@ -37,7 +38,7 @@ class NoLog:
 
 
 class WandbLog:
-    """One W&B run, its files below the run directory.
+    """One W&B run, its files below the run directory; a resumed run goes on in the same one.
 
     `mode=auto` is online where a key is at hand (WANDB_API_KEY or the netrc entry that `wandb login` writes), else
     offline; WANDB_MODE, if set, decides. An offline run is sent later by `wandb sync`.
@@ -54,6 +55,8 @@ class WandbLog:
             raise ValueError("logger.mode=online needs a key: `wandb login` first, or leave logger.mode=auto (offline)")
         settings = wandb.Settings(console="off", silent=True, quiet=True, init_timeout=PATIENCE)
         start: dict[str, Any] = {
+            "id": _run_id(directory),
+            "resume": "allow" if chosen == "online" else None,
             "dir": str(directory),
             "name": name,
             "project": project,
@@ -65,7 +68,7 @@ class WandbLog:
             self.run = wandb.init(mode=chosen, **start)
         except wandb.errors.CommError as error:
             print(f"W&B cannot be reached ({str(error).splitlines()[0]}): this run is logged offline")
-            self.run = wandb.init(mode="offline", **start)
+            self.run = wandb.init(mode="offline", **start | {"resume": None})
 
     def record(self, record: dict[str, Any]) -> None:
         """One line of metrics.jsonl."""
@@ -96,6 +99,15 @@ def flat(record: dict[str, Any]) -> dict[str, float]:
                 for part in ("attention", "ffn"):
                     out[f"grad_norm/layer_{layer:04d}/{part}"] = norms[part][layer - 1]
     return out
+
+
+def _run_id(directory: Path) -> str:
+    """The id of this directory's W&B run, drawn when it is first asked for."""
+    path = directory / "wandb" / "id"
+    if not path.is_file():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(secrets.token_hex(4), encoding="utf-8")
+    return path.read_text(encoding="utf-8")
 
 
 def _logged_in(base_url: str) -> bool:

@@ -381,9 +381,27 @@ def test_a_resume_that_would_change_the_numbers_is_refused(run):
     _, summary = run("steps=4")
     with pytest.raises(ValueError, match=r"optimizer\.lr differ"):
         run("steps=4", "optimizer.lr=2e-3", f"resume={summary['directory']}", directory=summary["directory"])
-    os.remove(summary["directory"] / "checkpoints" / "last.ckpt")
-    with pytest.raises(ValueError, match=r"last\.ckpt is missing"):
-        run("steps=4", f"resume={summary['directory']}", directory=summary["directory"])
+
+
+def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_used(run, capsys):
+    words = ["steps=12", "val_every=4", "model.dropout=0.1"]
+    unbroken, summary = run(*words)
+    where = summary["directory"]
+    kept = torch.load(where / "checkpoints" / "best.ckpt", weights_only=True)["global_step"]
+    last = where / "checkpoints" / "last.ckpt"
+    whole = last.read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"", b"not a checkpoint", whole[:-1]):
+        last.write_bytes(damaged)
+        assert run_module.resume_point(where, resuming=True)[1] == kept
+        assert "last.ckpt is no whole checkpoint of a run" in capsys.readouterr().out
+    torch.save({"weights": 1}, last)  # somebody else's
+    assert run_module.resume_point(where, resuming=True)[1] == kept
+    resumed, _ = run(*words, f"resume={where}", directory=where)
+    assert resumed == unbroken
+    for path in (where / "checkpoints").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no checkpoint that can be read"):
+        run_module.resume_point(where, resuming=True)
 
 
 def test_float64_and_bf16_mixed_run(run):

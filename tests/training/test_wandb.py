@@ -74,6 +74,17 @@ def chunks(file: bytes) -> Iterator[bytes]:
             record = b""
 
 
+def test_a_resumed_run_is_the_same_wandb_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    ids = []
+    for name in ("run", "run", "other"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        log = WandbLog(tmp_path / name, "a name", {})
+        ids.append(log.run.id)
+        log.finish({}, 0)
+    assert ids[0] == ids[1] != ids[2]
+
+
 def test_an_offline_run_holds_every_value(tmp_path, monkeypatch):
     """Read back from the run's own file with W&B's own messages."""
     monkeypatch.setenv("WANDB_MODE", "offline")
