@@ -113,7 +113,7 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
 
     from training.run import Parts, fit, resume_point
 
-    checkpoint, start = resume_point(directory, resuming=bool(before))
+    checkpoint, start = resume_point(directory, resuming=plain["resume"] is not None)
     if start >= steps and (directory / "summary.json").is_file():
         print(f"nothing to do: all {start} steps are done")
         return json.loads((directory / "summary.json").read_text(encoding="utf-8")), 0
@@ -133,8 +133,8 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
         start=start,
     )
     print(described, flush=True)
-    OmegaConf.save(OmegaConf.create(plain), directory / "config.yaml")
-    OmegaConf.save(OmegaConf.create(overrides), directory / "overrides.yaml")
+    resume.store(plain, directory / "config.yaml")
+    resume.store(overrides, directory / "overrides.yaml")
     summary, code = fit(built, plain, facts)
     print(closing(summary, directory), flush=True)
     return summary, code

@@ -1,6 +1,7 @@
 """`resume=DIR`: DIR's own overrides first, the command line's after them, in DIR."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,8 @@ def recorded(plain: dict[str, Any], directory: Path) -> dict[str, Any]:
 
     try:
         before = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
-        environment: dict[str, Any] = json.loads((directory / "environment.json").read_text(encoding="utf-8"))
+        written = directory / "environment.json"  # missing where the run was killed before its first step
+        environment: dict[str, Any] = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"resume={directory}: its record cannot be read: {error}") from None
     differing = {key.removesuffix("._target_") for key in _differing(before, plain)}
@@ -63,6 +65,15 @@ def check_text(before: dict[str, Any], now: str, directory: Path) -> None:
             f"resume={directory}: the text has changed since (its hash is {now}, the run's {then}): put the old text back, "
             "or start a new run"
         )
+
+
+def store(content: Any, path: Path) -> None:
+    """Write YAML so that whoever is killed meanwhile leaves the old file or the new one, never half of it."""
+    from omegaconf import OmegaConf
+
+    unfinished = path.with_suffix(".unfinished")
+    OmegaConf.save(OmegaConf.create(content), unfinished)
+    os.replace(unfinished, path)
 
 
 def _differing(a: Any, b: Any, key: str = "") -> set[str]:

@@ -119,7 +119,7 @@ def read(directory: str | Path) -> Run:
             + ("" if directory.is_dir() else " (there is no such directory)")
         )
     notes: list[str] = []
-    records = list(_lines(directory / "metrics.jsonl", notes))
+    records = list(lines(directory / "metrics.jsonl", notes))
     summary = _document(directory / "summary.json", notes)
     config = _document(directory / "config.yaml", notes)
 
@@ -146,7 +146,8 @@ def read(directory: str | Path) -> Run:
     )
 
 
-def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+def lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    """Each record of `metrics.jsonl` in its order; a line that a crash cut short is dropped, with a word in `notes`."""
     if not path.is_file():
         notes.append(f"{path.name} is missing: the run took no step")
         return

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stability.gradients import GradientNorms
-from stability.records import block_norms, metrics_line
+from stability.records import block_norms, lines, metrics_line
 from stability.verdict import Watch
 from training.wandb import Log
 
@@ -60,10 +60,8 @@ class Recorder:
         self._timed_steps = 0
 
     def restore(self, done: int) -> None:
-        """Continue after step `done`: the lines beyond it are dropped, the others are the history."""
-        lines = self._path.read_text(encoding="utf-8").splitlines()
-        records = [json.loads(line) for line in lines if line.endswith("}")]
-        kept = [record for record in records if record["step"] <= done]
+        """Continue after step `done` (-1: from nothing): the lines beyond it are dropped, the others are the history."""
+        kept = [record for record in lines(self._path, []) if record["step"] <= done]
         self._file.close()
         unfinished = self._path.with_suffix(".unfinished")
         unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")

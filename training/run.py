@@ -57,24 +57,26 @@ class Parts:
 
 
 def resume_point(directory: Path, *, resuming: bool) -> tuple[Path | None, int]:
-    """(The newest checkpoint that is whole, the steps that it has done), or (None, 0) for a run from the start.
+    """(The newest checkpoint that is whole, the steps that it has done), or (None, 0) for a run from the start, which a
+    run that was killed before its first checkpoint is too.
 
     Says which files are damaged; ValueError where a resumed run has no other.
     """
     if not resuming:
         return None, 0
     good: dict[int, Path] = {}
-    for path in (directory / "checkpoints" / "best.ckpt", directory / "checkpoints" / "last.ckpt"):
+    paths = [directory / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")]
+    for path in paths:
         if path.is_file():
             try:
                 # mapped: only the structure is read here, whose end a truncated file lacks
                 good[int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])] = path
             except (RuntimeError, OSError, EOFError, KeyError, TypeError, ValueError, UnpicklingError) as error:
                 print(f"{path} is no whole checkpoint of a run and is left aside ({str(error).splitlines()[0][:80]})")
-    if not good:
+    if not good and any(path.is_file() for path in paths):
         raise ValueError(f"resume={directory}: checkpoints/ holds no checkpoint that can be read: start a new run")
-    start = max(good)
-    return good[start], start
+    start = max(good, default=0)
+    return good.get(start), start
 
 
 def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -132,8 +134,7 @@ def _assemble(parts: Parts, scalars: dict[str, Any], signals: Signals) -> tuple[
         clip=scalars["clip"],
         locate=locate,
     )
-    if parts.checkpoint:
-        recorder.restore(parts.start)
+    recorder.restore(parts.start if parts.checkpoint else -1)
     shared = {"steps": steps, "accumulate": accumulate, "clip": scalars["clip"]}
     task = Task(model, parts.optimizer(model), parts.schedule, gradients, recorder, **shared)
     show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
