@@ -42,9 +42,8 @@ OmegaConf.register_new_resolver("axes", help_text, replace=True)
 
 USAGE, FAILED = 2, 1  # exit codes; training/run.py has the others
 CODES: list[int] = []  # of the jobs of a sweep
-PENALTY = (
-    100.0  # nats: what a sweeper is told of a job that diverged, failed or was refused; finite, since nan ends one
-)
+# nats: what a sweeper is told of a job that diverged, failed or was refused; finite, since nan would end the sweep
+PENALTY = 100.0
 
 
 def choices_of(plain: dict[str, Any]) -> "Choices":
@@ -133,8 +132,8 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
         start=start,
     )
     print(described, flush=True)
-    resume.store(plain, directory / "config.yaml")
-    resume.store(overrides, directory / "overrides.yaml")
+    resume.store(plain | {"resume": None}, directory / "config.yaml")
+    resume.store([word for word in overrides if not word.startswith("resume=")], directory / "overrides.yaml")
     summary, code = fit(built, plain, facts)
     print(closing(summary, directory), flush=True)
     return summary, code

@@ -372,6 +372,8 @@ def test_a_signal_ends_the_run_after_its_step_and_it_resumes_exactly(run, monkey
     assert steps(broken)[-1]["step"] == 9
     resumed, summary = run(*words, f"resume={summary['directory']}", directory=summary["directory"])
     assert summary["verdict"] == "too_short" and summary["steps_done"] == 20
+    assert "resume" not in (summary["directory"] / "overrides.yaml").read_text()
+    assert "resume: null" in (summary["directory"] / "config.yaml").read_text()
     without_arrays = [{k: v for k, v in r.items() if k != "grad_norm"} for r in resumed]
     assert without_arrays == [{k: v for k, v in r.items() if k != "grad_norm"} for r in unbroken]
     assert [r["grad_norm"]["total"] for r in steps(resumed)] == [r["grad_norm"]["total"] for r in steps(unbroken)]
