@@ -110,12 +110,13 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
     model = network(plain, choices, tokens.vocab)
     described, facts = describe(model, choices, schedule, plain, axes, tokens, device, directory)
 
-    from training.run import Parts, fit, resume_point
+    from training.run import DIVERGED, Parts, fit, resume_point
 
     checkpoint, start = resume_point(directory, resuming=plain["resume"] is not None)
     if start >= steps and (directory / "summary.json").is_file():
         print(f"nothing to do: all {start} steps are done")
-        return json.loads((directory / "summary.json").read_text(encoding="utf-8")), 0
+        summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
+        return summary, DIVERGED if summary["verdict"] == "diverged" else 0
     directory.mkdir(parents=True, exist_ok=True)
     built = Parts(
         directory=directory,

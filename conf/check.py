@@ -22,7 +22,7 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=Tr
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean X?`, or the known names where none is near."""
+    """`did you mean X?`, or the known names where none is near."""
     known = sorted(known)
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
@@ -86,7 +86,7 @@ def _check_node(axis: str, node: dict[str, Any]) -> None:
 
 def _fit(key: str, value: Any, kind: Any) -> None:
     try:
-        TypeAdapter(kind, config=STRICT if not hasattr(kind, "__pydantic_config__") else None).validate_python(value)
+        TypeAdapter(kind, config=STRICT).validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
         where = "".join(f"[{part}]" for part in first["loc"] if isinstance(part, int))

@@ -67,7 +67,7 @@ class Transformer(nn.Module):
     def __init__(self, vocab: int, choices: Choices, sizes: Sizes, seed: int) -> None:
         super().__init__()
         dim, norm, init = sizes.dim, choices.norm, choices.init
-        self.vocab, self.depth, self.dim, self.context = vocab, sizes.depth, dim, sizes.context
+        self.depth, self.dim, self.context = sizes.depth, dim, sizes.context
 
         position = choices.position(dim, sizes.head_dim, sizes.context)
         rms = init.embedding(1 + position.terms)

@@ -14,7 +14,7 @@ from stability.records import BLOCK_PARTS, MATRICES
 class GradientNorms:
     """||g||_2 of the gradient that the optimizer is about to use: after accumulation, before clipping.
 
-    `measure` stays on the device; `table` and `worst` are for the host, after one transfer of all.
+    `measure` stays on the device; `table` and `last_bad` are for the host, after one transfer of all.
     """
 
     def __init__(self, entries: Sequence[Entry], depth: int) -> None:

@@ -66,12 +66,9 @@ def spikes(loss: np.ndarray) -> np.ndarray:
     steps, since a window that holds the fall of the loss would hide every spike. Shape as `loss`; a value that is not
     finite is no spike."""
     window = min(WINDOW, max(ENOUGH, len(loss) // 10))
-    before = sliding_window_view(np.concatenate([np.full(window, np.nan), loss.astype(np.float64)]), window)[
-        : len(loss)
-    ]
-    marks = [
-        _far_above(before[i : i + 4096], loss[i : i + 4096]) for i in range(0, len(loss), 4096)
-    ]  # a chunk at a time
+    padded = np.concatenate([np.full(window, np.nan), loss.astype(np.float64)])
+    before, chunk = sliding_window_view(padded, window)[: len(loss)], 4096  # a chunk at a time: the view is large
+    marks = [_far_above(before[i : i + chunk], loss[i : i + chunk]) for i in range(0, len(loss), chunk)]
     return np.concatenate(marks) if marks else np.zeros(0, bool)
 
 

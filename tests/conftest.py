@@ -1,6 +1,7 @@
 """What the tests share: the project's own config, a network from it, and a run from it, all in this process."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,6 +22,11 @@ ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
 torch.set_num_threads(1)  # the networks are small: handing work over costs more than it saves
 SMALL = ["model.depth=2", "model.dim=16", "model.heads=2", "model.context=8"]
+
+
+def environment(cache: Path) -> dict[str, str]:
+    """Of a command that a test starts: this checkout importable, a cache of its own, W&B offline."""
+    return os.environ | {"NORMLAB_CACHE": str(cache), "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
 
 
 def config(*overrides: str) -> tuple[DictConfig, dict[str, str]]:

@@ -1,7 +1,6 @@
 """The command line itself: one run, a sweep, a resume, and what a newcomer does next."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -11,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, SMALL
+from tests.conftest import ROOT, SMALL, environment
 
 WORDS = [*SMALL, "data=synthetic", "data.tokens=20000", "threads=1"]
 
 
 def command(script: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"NORMLAB_CACHE": str(cwd), "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, str(ROOT / script), *words], cwd=cwd, env=environment, capture_output=True, text=True
+        [sys.executable, str(ROOT / script), *words], cwd=cwd, env=environment(cwd), capture_output=True, text=True
     )
 
 
@@ -108,9 +106,12 @@ def test_a_sweep_goes_on_after_a_job_that_is_refused(tmp_path: Path):
 
 
 def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
-    environment = os.environ | {"NORMLAB_CACHE": str(cwd), "WANDB_MODE": "offline", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *words], cwd=cwd, env=environment, text=True, stderr=subprocess.PIPE
+        [sys.executable, str(ROOT / "train.py"), *words],
+        cwd=cwd,
+        env=environment(cwd),
+        text=True,
+        stderr=subprocess.PIPE,
     )
 
 

@@ -91,8 +91,8 @@ class Recorder:
             return
         values = torch.stack([row for _, _, row in self._pending]).cpu().numpy()
         self._tick(len(self._pending))
-        for (step, lr, _), (loss, total, *norms) in zip(self._pending, values, strict=True):
-            self._write_step(step, lr, float(loss), float(total), np.asarray(norms))
+        for (step, lr, _), row in zip(self._pending, values, strict=True):
+            self._write_step(step, lr, float(row[0]), float(row[1]), row[2:])
         self._pending.clear()
 
     def _write_step(self, step: int, lr: float, loss: float, total: float, norms: np.ndarray) -> None:

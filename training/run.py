@@ -101,7 +101,8 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
         verdict, reason, code = _judge(recorder, signals, steps, facts)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise
+        # never a ValueError: those are what the user can mend, and are said without a traceback
+        raise RuntimeError(f"the run failed: {reason}") from error
     finally:
         recorder.close()
         wall = time.perf_counter() - started + (_earlier(parts.directory) if parts.checkpoint else 0.0)

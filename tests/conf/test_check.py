@@ -1,6 +1,5 @@
 """Bad command lines: one line that says what is wrong and the way out; nothing that looks fine and is not."""
 
-import os
 import subprocess
 import sys
 import time
@@ -13,16 +12,15 @@ from conf.check import check, check_network, nearest
 from conf.help import choices, defaults, summary, text
 from conf.resume import as_overrides
 from conf.schema import AXES, SCALARS
-from tests.conftest import ROOT, SHARED, config
+from tests.conftest import ROOT, SHARED, config, environment
 
 ROWS = SHARED / "cases" / "bad_overrides.txt"
 
 
-def command(*words: str, cwd: Path = ROOT, cache: Path | None = None) -> tuple[subprocess.CompletedProcess[str], float]:
-    environment = os.environ | {"NORMLAB_CACHE": str(cache or cwd), "WANDB_MODE": "offline"}
+def command(*words: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], float]:
     started = time.perf_counter()
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words], cwd=cwd, env=environment, capture_output=True, text=True
+        [sys.executable, str(ROOT / "train.py"), *words], cwd=cwd, env=environment(cwd), capture_output=True, text=True
     )
     return ended, time.perf_counter() - started
 
@@ -110,8 +108,9 @@ def test_refusals_load_nothing_heavy(tmp_path: Path):
         "try: train.main()\n"
         "except SystemExit as end: print(end.code, {'lightning', 'datasets', 'wandb', 'matplotlib'} & {*sys.modules})"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+    )
     assert ended.stdout == "2 set()\n"
 
 
@@ -132,8 +131,9 @@ def test_most_refusals_do_not_even_load_torch(words: str, tmp_path: Path):
         "try: train.main()\n"
         "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+    )
     assert ended.stdout == "2 False\n"
 
 

@@ -1,7 +1,6 @@
 """A run killed with SIGKILL at random moments, start-up and checkpoints included, and resumed until it is done, leaves the
 record of an unbroken one, byte for byte."""
 
-import os
 import random
 import signal
 import subprocess
@@ -11,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, SMALL
+from tests.conftest import ROOT, SMALL, environment
 
 WORDS = [*SMALL, "data=synthetic", "data.tokens=20000", "threads=1", "logger=none", "steps=400", "val_every=50"]
 WORDS += ["save_every=7", "accumulate=2", "model.dropout=0.1", "log_every=9"]
 
 
 def start(cwd: Path, *words: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"NORMLAB_CACHE": str(cwd / "cache")}
     command = [sys.executable, str(ROOT / "train.py"), *words]
     return subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=cwd, env=environment(cwd / "cache"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 

@@ -293,9 +293,11 @@ def test_a_directory_that_holds_a_run_is_not_written_into(run):
 
 
 class Crash(Callback):
+    """A ValueError, which in training is a fault of ours and must not pass for one of the command line."""
+
     def on_train_batch_start(self, trainer, module, *_):
         if trainer.global_step == 2:
-            raise RuntimeError("the machine stopped")
+            raise ValueError("the machine stopped")
 
 
 def test_a_run_that_crashed_before_its_first_checkpoint_starts_again_exactly(run, monkeypatch, tmp_path):
