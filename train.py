@@ -6,13 +6,15 @@
 What a user can get wrong is answered in one line and exit code 2, before lightning, datasets or wandb are imported.
 """
 
-import json
+import io
 import os
 import secrets
 import sys
+import traceback
+from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -28,6 +30,10 @@ from conf.check import check, check_network
 from conf.explain import explain
 from conf.help import text as help_text
 from conf.schema import AXES, Run
+from conf.sweep import Remember
+from stability import sweep as jobs
+from stability.records import document, replace, without_steps
+from training.signals import REQUEUE, Interrupted, Signals, requeue, requeued
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
@@ -40,8 +46,7 @@ ConfigStore.instance().store(name="schema", node=Run)
 OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
 OmegaConf.register_new_resolver("axes", help_text, replace=True)
 
-USAGE, FAILED = 2, 1  # exit codes; training/run.py has the others
-CODES: list[int] = []  # of the jobs of a sweep
+FAILED, USAGE, DIVERGED = 1, 2, 3  # exit codes; 128 + n after signal n
 # nats: what a sweeper is told of a job that diverged, failed or was refused; finite, since nan would end the sweep
 PENALTY = 100.0
 
@@ -83,26 +88,62 @@ def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices",
     return choices, schedule, corpus
 
 
-def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: list[str]) -> tuple[dict[str, Any], int]:
-    """One run in `directory`: (its summary, its exit code). ValueError, one line, for what the user can mend."""
+def train(
+    cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: list[str], *, sweep: bool = False
+) -> tuple[dict[str, Any], int]:
+    """One run in `directory`: (its summary, its exit code). ValueError, one line, for what the user can mend.
+
+    In a `sweep` it takes one thread where none are asked for, and a run that diverged is not taken up again.
+    """
     plain, axes = check(cfg), {axis: axes.get(axis, "") for axis in AXES}
     before = resume.recorded(plain, directory)
+    verdict = before.summary.get("verdict")
+    judged = verdict in jobs.JUDGED and before.summary["steps"] == before.config["steps"]
+    if judged and (before.done >= plain["steps"] or (sweep and verdict == "diverged")):
+        print(f"nothing to do: {before.done} of {plain['steps']} steps are done ({verdict})", flush=True)
+        return before.summary, DIVERGED if verdict == "diverged" else 0
+    with Signals() as signals:
+        try:
+            return _train(plain, before, directory, axes, overrides, signals, threads=1 if sweep else None)
+        except Interrupted as stop:
+            print(f"normlab: {stop} before the first step; resume={directory} starts it", file=sys.stderr)
+            summary = without_steps("interrupted", f"{stop} before the first step", axes=axes, steps=plain["steps"])
+            if not (directory / "config.yaml").is_file():
+                _lay_down(directory, plain, overrides, {"summary.json": summary})
+            return summary, 128 + stop.number
+
+
+def _train(
+    plain: dict[str, Any],
+    before: resume.Before,
+    directory: Path,
+    axes: dict[str, str],
+    overrides: list[str],
+    signals: Signals,
+    threads: int | None,
+) -> tuple[dict[str, Any], int]:
     choices, schedule, corpus = check_whole(plain, axes)
     import torch
 
     from data.tokens import prepare
     from data.windows import Windows, train_loader, val_loader, validation_windows
     from training import device as machine
+    from training.checkpoint import check_space, resume_point
     from training.describe import closing, describe
 
-    device, context, steps = machine.accelerator(), plain["model"]["context"], plain["steps"]
+    device, context, steps, force = (
+        machine.accelerator(),
+        plain["model"]["context"],
+        plain["steps"],
+        plain["resume_force"],
+    )
     machine.precision(plain["precision"], device)
     rows = plain["batch"] // plain["accumulate"]
-    asked = plain["threads"] or before.get("threads")
+    asked = plain["threads"] or before.environment.get("threads") or threads
     torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
 
     tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
-    resume.check_text(before, tokens.hash, directory)
+    resume.check_text(before, tokens.hash, force=force)
     order = {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
     windows = Windows(tokens.train, context=context, **order)
     held_out = validation_windows(tokens.val, context, corpus.val_windows)
@@ -110,89 +151,157 @@ def train(cfg: DictConfig, directory: Path, axes: dict[str, str], overrides: lis
     model = network(plain, choices, tokens.vocab)
     described, facts = describe(model, choices, schedule, plain, axes, tokens, device, directory)
 
-    from training.run import DIVERGED, Parts, fit, resume_point
+    checkpoint, start, environment = None, 0, machine.environment(device, tokens)
+    if plain["resume"] is not None:
+        checkpoint, start = resume_point(directory, model, before.environment.get("run"))
+        if before.changed and not force:
+            resume.check_schedule(before, instantiate(before.config["schedule"]), schedule, steps, start)
+        environment, notes = before.goes_on(environment, start)
+        described = "\n".join([described, *notes])
+    check_space(directory, model, steps=steps, log_every=plain["log_every"], depth=model.depth)
+    with signals.deferred():
+        directory.mkdir(parents=True, exist_ok=True)
+        from training.run import Parts, fit
 
-    checkpoint, start = resume_point(directory, resuming=plain["resume"] is not None)
-    if start >= steps and (directory / "summary.json").is_file():
-        print(f"nothing to do: all {start} steps are done")
-        summary = json.loads((directory / "summary.json").read_text(encoding="utf-8"))
-        return summary, DIVERGED if summary["verdict"] == "diverged" else 0
-    directory.mkdir(parents=True, exist_ok=True)
-    built = Parts(
-        directory=directory,
-        model=model,
-        optimizer=instantiate(plain["optimizer"]),
-        schedule=schedule,
-        windows=windows,
-        train=train_loader(windows, start=start * plain["accumulate"], pin_memory=device == "cuda"),
-        val=val_loader(held_out, batch=rows),
-        tokens=tokens,
-        log=instantiate(plain["logger"])(directory, facts["name"], plain),
-        device=device,
-        checkpoint=checkpoint,
-        start=start,
-    )
-    print(described, flush=True)
-    resume.store(plain | {"resume": None}, directory / "config.yaml")
-    resume.store([word for word in overrides if not word.startswith("resume=")], directory / "overrides.yaml")
-    summary, code = fit(built, plain, facts)
-    print(closing(summary, directory), flush=True)
+        built = Parts(
+            directory=directory,
+            model=model,
+            optimizer=instantiate(plain["optimizer"]),
+            schedule=schedule,
+            windows=windows,
+            train=train_loader(
+                windows, start=start * plain["accumulate"], workers=plain["workers"], pin_memory=device == "cuda"
+            ),
+            val=val_loader(held_out, batch=rows),
+            tokens=tokens,
+            log=instantiate(plain["logger"])(directory, facts["name"], plain),
+            signals=signals,
+            run_id=environment["run"],
+            device=device,
+            checkpoint=checkpoint,
+            start=start,
+        )
+        print(described, flush=True)
+        tokenizer = tokens.tokenizer.to_json()
+        _lay_down(directory, plain, overrides, {"environment.json": environment, "tokenizer.json": tokenizer})
+        summary, code = fit(built, plain, facts)
+        print(closing(summary, directory), flush=True)
     return summary, code
+
+
+def _lay_down(directory: Path, plain: dict[str, Any], overrides: list[str], more: dict[str, Any]) -> None:
+    """What a run starts with: from here on it can be resumed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in more.items():
+        replace(directory / name, content if isinstance(content, str) else document(content))
+    replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(resume.without_resume(overrides))))
+    replace(
+        directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain | {"resume": None, "resume_force": False}))
+    )
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def job(cfg: DictConfig) -> float:
-    """Hydra's task function: in a sweep it never raises or exits, since that would lose the jobs that follow."""
+    """Hydra's task function: the final loss, or PENALTY for a job of a sweep that has none."""
     here = HydraConfig.get()
     directory, sweep = Path(here.runtime.output_dir), here.mode == RunMode.MULTIRUN
     # unresolved: a word of the command line may hold an interpolation
-    words = OmegaConf.to_container(here.overrides.task, resolve=False)
-    assert isinstance(words, list)
-    who = f"job {here.job.num} ({' '.join(words)}): " if sweep else ""
+    words: Any = OmegaConf.to_container(here.overrides.task, resolve=False)
+    started = (directory / "config.yaml").is_file()
+    if started and (sweep or requeued()):
+        cfg.resume = str(directory)  # the same command in the same place: what is there is completed
     try:
         if directory.resolve() == Path.cwd():
             raise ValueError("hydra.run.dir is the working directory: name one for the run, or leave it out")
-        summary, code = train(cfg, directory, dict(here.runtime.choices), words)
+        if sweep:
+            return _one_of_many(cfg, directory, dict(here.runtime.choices), words, here.job.num)
+        _, code = train(cfg, directory, dict(here.runtime.choices), words)
     except (ValueError, InstantiationException) as error:
-        summary, code = {}, USAGE
-        print(f"normlab: {who}{_own_words(error)}", file=sys.stderr)
-    except Exception as error:
-        if not sweep:
-            raise
-        summary, code = {}, FAILED
-        print(f"normlab: {who}{type(error).__name__}: {error}", file=sys.stderr)
+        code = _usage(_own_words(error))
     finally:
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
-    if not sweep or code > 128:  # a signal belongs to the sweep: the jobs that follow are not started
+    if code == 128 + REQUEUE:
+        requeue()
+    sys.exit(code)
+
+
+def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: list[str], number: int) -> float:
+    """A job of a sweep: it never raises or exits, since that would lose the jobs that follow, except for a signal, which
+    belongs to the sweep. What it says, with the traceback of an error, stands in `job.log` too."""
+    if Remember.sweep:
+        jobs.write(Remember.sweep.directory, jobs.rows(Remember.sweep.directory, Remember.sweep.jobs))
+    with (directory / "job.log").open("a", encoding="utf-8") as log, redirect_stdout(Both(sys.stdout, log)):
+        print(f"\njob {number}: {' '.join(words)}", flush=True)
+        try:
+            summary, code = train(cfg, directory, axes, words, sweep=True)
+        except (ValueError, InstantiationException) as error:
+            summary, code = without_steps("refused", _own_words(error)), USAGE
+        except Exception as error:
+            print(traceback.format_exc(), file=log)
+            summary, code = without_steps("failed", f"{type(error).__name__}: {error}"), FAILED
+        if not (directory / "config.yaml").is_file():
+            replace(directory / "summary.json", document(summary))
+            replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
+        if code in (USAGE, FAILED):
+            print(f"normlab: job {number}: {summary['verdict']}: {summary['reason']}", flush=True)
+    if code == 128 + REQUEUE:
+        requeue()
+    if code > 128:
         sys.exit(code)
-    CODES.append(code)
     return PENALTY if code or summary["final_loss"] is None else float(summary["final_loss"])
 
 
 def main() -> None:
-    """The command line: Hydra's own errors become one line that names the key and the way out. A sweep exits with 1
-    where a job was refused, failed or diverged."""
+    """The command line. A sweep ends with its table, and with 1 where a job was refused, failed or diverged."""
+    code = _run()
+    if sweep := Remember.sweep:
+        rows = jobs.rows(sweep.directory, sweep.jobs)
+        jobs.write(sweep.directory, rows)
+        jobs.show(rows)
+        if any(row.verdict not in jobs.JUDGED for row in rows):
+            print(f"the same command with hydra.sweep.dir={sweep.directory} does what is missing")
+        code = code or (FAILED if any(row.verdict not in jobs.DONE for row in rows) else 0)
+    sys.exit(code)
+
+
+def _run() -> int:
+    """The exit code; Hydra's own errors become one line that names the key and the way out."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise them here, not print them with advice
     # argparse takes `-m` only before the overrides
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     try:
-        sys.argv[1:] = resume.as_overrides(sys.argv[1:])
-        job()
+        with Signals():
+            sys.argv[1:] = resume.as_overrides(sys.argv[1:])
+            job()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else FAILED if end.code else 0
     except (HydraException, OmegaConfBaseException, ValueError) as error:
-        sys.exit(_usage(explain(error)))
+        return _usage(explain(error))
     except OSError as error:
         if error.filename is None:
             raise
-        sys.exit(_usage(f"{error.filename}: {error.strerror}; hydra.run.dir or hydra.sweep.dir names another place"))
-    except KeyboardInterrupt:
-        print("normlab: interrupted before the first step", file=sys.stderr)
-        sys.exit(130)
-    if any(CODES):
-        print(
-            f"normlab: {sum(map(bool, CODES))} of {len(CODES)} jobs were refused, failed or diverged", file=sys.stderr
-        )
-        sys.exit(FAILED)
+        return _usage(f"{error.filename}: {error.strerror}; hydra.run.dir or hydra.sweep.dir names another place")
+    except Interrupted as stop:
+        print(f"normlab: {stop}", file=sys.stderr)
+        return 128 + stop.number
+    return 0
+
+
+class Both(io.TextIOBase):
+    """What is written goes into each of the files."""
+
+    def __init__(self, *files: TextIO) -> None:
+        self.files = files
+
+    def write(self, text: str) -> int:
+        for file in self.files:
+            file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        for file in self.files:
+            file.flush()
 
 
 def _own_words(error: Exception) -> str:

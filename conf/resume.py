@@ -1,14 +1,60 @@
-"""`resume=DIR`: DIR's own overrides first, the command line's after them, in DIR."""
+"""`resume=DIR`: DIR's own overrides first, the command line's after them, in DIR, and only what leaves its numbers alone."""
 
 import json
-import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
-# what changes how a run is watched, not what it computes
-FREE = {"resume", "name", "log_every", "val_every", "save_every", "allow_unstable", "logger"}
+# what changes how a run is watched or when it is given up, not what it computes
+FREE = {"resume", "resume_force", "name", "log_every", "val_every", "save_every", "patience", "workers"}
+FREE |= {"allow_unstable", "logger"}
+# judged by the learning rates of the steps already taken: a run with a schedule that does not look at its end can go on
+BY_EFFECT = {"steps", "schedule"}
+
+
+class Schedule(Protocol):
+    def factor(self, step: int, steps: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a run directory says of the run that it holds; empty for a new one. `asked` is the config that it is resumed
+    with, `changed` the keys in which that differs and its numbers with it."""
+
+    directory: Path
+    asked: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+
+    @property
+    def done(self) -> int:
+        """The steps that were taken when it was last judged; 0 where it was killed before."""
+        return int(self.summary.get("steps_done") or 0)
+
+    def goes_on(self, now: dict[str, Any], step: int) -> tuple[dict[str, Any], list[str]]:
+        """(The run's `environment.json` from `step` on, what is to be said): `now` is the environment of this process."""
+        if not self.environment:
+            return now, []
+        pairs = {
+            name: (_at(self.environment, path), _at(now, path))
+            for name, path in {"torch": "versions.torch", "device": "device", "text": "corpus.hash"}.items()
+        }
+        pairs |= {key: (_at(self.config, key), _at(self.asked, key)) for key in self.changed}
+        differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        if not differ:
+            return self.environment, []
+        notes = [
+            f"resumed: {name} was {then}, is {new} from step {step + 1} on" for name, (then, new) in differ.items()
+        ]
+        change = {"after_step": step} | {name: new for name, (_, new) in differ.items()}
+        return self.environment | {"changed": [*self.environment.get("changed", []), change]}, notes
+
+    def refuse(self, why: str) -> ValueError:
+        return ValueError(f"resume={self.directory}: {why}, or start a new run")
 
 
 def as_overrides(words: list[str]) -> list[str]:
@@ -27,53 +73,67 @@ def as_overrides(words: list[str]) -> list[str]:
     return [*before, *words, f"hydra.run.dir={directory}"]
 
 
-def recorded(plain: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """`environment.json` of the run that `directory` continues; empty for a new run.
+def without_resume(words: list[str]) -> list[str]:
+    """The words that a run is to be started with again."""
+    return [word for word in words if _key(word) not in ("resume", "resume_force")]
+
+
+def recorded(plain: dict[str, Any], directory: Path) -> Before:
+    """The run that `directory` holds, if the config resumes it.
 
     Raises ValueError where a new run would write into another's directory, and where a resumed run's config differs in
-    anything that changes its numbers.
+    anything that changes its numbers, unless it says `resume_force=true`.
     """
     if plain["resume"] is None:
         if (directory / "metrics.jsonl").exists():
             raise ValueError(
                 f"{directory} already holds a run: resume={directory} continues it, hydra.run.dir=... goes elsewhere"
             )
-        return {}
+        return Before(directory)
     from omegaconf import OmegaConf
 
     try:
-        before = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
-        written = directory / "environment.json"  # missing where the run was killed before its first step
-        environment: dict[str, Any] = json.loads(written.read_text(encoding="utf-8")) if written.is_file() else {}
+        config: Any = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+        # missing where the run was killed before its first step, or before its end
+        files = [directory / f"{name}.json" for name in ("environment", "summary")]
+        environment, summary = (
+            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in files
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"resume={directory}: its record cannot be read: {error}") from None
-    differing = {key.removesuffix("._target_") for key in _differing(before, plain)}
-    changed = [key for key in sorted(differing) if key.partition(".")[0] not in FREE]
-    if changed:
-        raise ValueError(
-            f"resume={directory}: {', '.join(changed)} differ from the run's own config, which would change its numbers: "
-            "leave them out, or start a new run"
+    changed = sorted({key.removesuffix("._target_") for key in _differing(config, plain)})
+    changed = [key for key in changed if key.partition(".")[0] not in FREE]
+    before = Before(directory, plain, config, environment, summary, tuple(changed))
+    at_once = [key for key in changed if key.partition(".")[0] not in BY_EFFECT]
+    if at_once and not plain["resume_force"]:
+        raise before.refuse(
+            f"{', '.join(at_once)} differ from the run's own config, which would change its numbers: leave them out, "
+            "say resume_force=true"
         )
-    return environment
+    return before
 
 
-def check_text(before: dict[str, Any], now: str, directory: Path) -> None:
+def check_text(before: Before, now: str, *, force: bool) -> None:
     """ValueError where the text is no longer the one that the resumed run saw; `now` is its hash."""
-    then = before["corpus"]["hash"] if before else now
-    if then != now:
-        raise ValueError(
-            f"resume={directory}: the text has changed since (its hash is {now}, the run's {then}): put the old text back, "
-            "or start a new run"
+    then = before.environment["corpus"]["hash"] if before.environment else now
+    if then != now and not force:
+        raise before.refuse(
+            f"the text has changed since (its hash is {now}, the run's {then}): put the old text back, "
+            "say resume_force=true"
         )
 
 
-def store(content: Any, path: Path) -> None:
-    """Write YAML so that whoever is killed meanwhile leaves the old file or the new one, never half of it."""
-    from omegaconf import OmegaConf
-
-    unfinished = path.with_suffix(".unfinished")
-    OmegaConf.save(OmegaConf.create(content), unfinished)
-    os.replace(unfinished, path)
+def check_schedule(before: Before, then: Schedule, now: Schedule, steps: int, done: int) -> None:
+    """ValueError where the `done` steps that a run has taken would have had other learning rates, had it been started
+    with the schedule and the steps that it is resumed with."""
+    for step in range(1, done + 1):
+        was, would_be = then.factor(step, before.config["steps"]), now.factor(step, steps)
+        if was != would_be:
+            raise before.refuse(
+                f"{', '.join(before.changed)} would have given step {step} {would_be:g} times the learning rate in place of "
+                f"{was:g}: more steps can follow under schedule=constant, or before the decay of schedule=wsd, with "
+                "schedule.warmup as a number of steps; otherwise say resume_force=true"
+            )
 
 
 def _differing(a: Any, b: Any, key: str = "") -> set[str]:
@@ -81,6 +141,12 @@ def _differing(a: Any, b: Any, key: str = "") -> set[str]:
         inner = f"{key}." if key else ""
         return set().union(*(_differing(a.get(k), b.get(k), f"{inner}{k}") for k in {*a, *b}))
     return set() if a == b else {key}
+
+
+def _at(node: Any, path: str) -> Any:
+    for key in path.split("."):
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
 
 
 def _key(word: str) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp64"]
 
 
@@ -27,12 +28,19 @@ class Run:
     precision: str = _scalar(
         "auto", Precision, "auto, fp32, bf16-mixed or fp64; auto = bf16-mixed on a GPU made for it"
     )
-    threads: int | None = _scalar(None, Count | None, "CPU threads; null = by the rule in training/device.py")
+    threads: int | None = _scalar(
+        None, Count | None, "CPU threads; null = by the rule in training/device.py, 1 in a sweep"
+    )
+    workers: int = _scalar(0, Natural, "processes that fetch windows; 0 = the training process itself")
     log_every: int = _scalar(10, Count, "steps between records of every layer's gradient norm (loss: every step)")
     val_every: int = _scalar(200, Count, "steps between validations")
     save_every: int = _scalar(200, Count, "steps between checkpoints")
+    patience: int = _scalar(
+        3, Natural, "steps in a row with a loss or gradient that is not finite before the run stops; 0 = no end"
+    )
     name: str | None = _scalar(None, str | None, "the run's name in titles and W&B; null = its axes")
     resume: str | None = _scalar(None, str | None, "a run directory to continue, in place")
+    resume_force: bool = _scalar(False, bool, "resume with settings that change the numbers; environment.json says so")
     allow_unstable: bool = _scalar(False, bool, "run a combination that the check refuses")
     norm: Any = None
     placement: Any = None

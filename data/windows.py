@@ -1,5 +1,6 @@
 """Token arrays to batches, in an order that is a function of the seed and the step alone."""
 
+import signal
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -112,6 +113,12 @@ class _From(Sampler[int]):
         return iter(range(self.start, self.length))
 
 
+def _unsignalled(worker: int) -> None:
+    """A signal to the whole group is the training process's to answer: its workers end with it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def train_loader(windows: Windows, *, start: int = 0, workers: int = 0, pin_memory: bool = False) -> DataLoader[Tensor]:
     """The micro-batches of a run from item `start` (= steps done * accumulate) on, in order."""
     return DataLoader(
@@ -121,6 +128,7 @@ def train_loader(windows: Windows, *, start: int = 0, workers: int = 0, pin_memo
         num_workers=workers,
         pin_memory=pin_memory,
         generator=_own_generator(),
+        worker_init_fn=_unsignalled,
     )
 
 

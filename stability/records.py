@@ -5,6 +5,7 @@ Nothing here imports torch or a plotting library, so that a notebook, the report
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,23 @@ BLOCK_PARTS = ("attention", "ffn", "norm", "residual")  # these part a block's p
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
 # Settings that change how a run is watched, never what is learnt, or that others imply: no reason to tell two runs apart.
 UNTOLD = {"name", "threads", "resume", "log_every", "val_every", "save_every", "logger", "recipe"}
-UNTOLD |= {"allow_unstable"}
+UNTOLD |= {"allow_unstable", "resume_force", "workers", "patience"}
+
+
+# of `summary.json`, beside verdict and reason
+SUMMARY: tuple[str, ...] = (
+    "name",
+    "depth",
+    "axes",
+    "equation",
+    "unigram_entropy",
+    "floor",
+    "steps",
+    "steps_done",
+    "first_bad_step",
+)
+SUMMARY += ("first_bad_layer", "first_bad_parameter", "skipped_steps", "first_loss", "final_loss", "best_loss")
+SUMMARY += ("best_val_loss", "final_val_loss", "spike_score", "tokens_per_second", "wall_time_s", "peak_memory_bytes")
 
 
 def block_norms(table: Mapping[str, Sequence[float]]) -> Array:
@@ -59,6 +76,34 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
         nonfinite.append(name)
         return None
     return float(f"{value:.9g}")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a whole file, so that whoever is killed or out of space meanwhile leaves the old one or the new one.
+
+    Raises OSError, with the file's name, where it cannot be written.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def document(content: dict[str, Any]) -> str:
+    """The text of a JSON file that people read too."""
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def without_steps(verdict: str, reason: str, **known: Any) -> dict[str, Any]:
+    """The `summary.json` of a run that took no step: what is `known`, and null for the rest."""
+    return {"verdict": verdict, "reason": reason} | dict.fromkeys(SUMMARY) | {"steps_done": 0} | known
 
 
 # -------------------------------------------------------------------------------------------------- a directory, read

@@ -1,6 +1,6 @@
 """What became of a run, in one word and one sentence.
 
-- `diverged`: the loss or the gradient was not finite for 3 steps in a row (or at the last step, or in validation), or
+- `diverged`: the loss or the gradient was not finite for 3 steps in a row (`patience`; or at the last step, or in validation), or
   the loss stayed more than 0.1 above that of the first step for max(20, a tenth of the run) steps in a row.
 - `stalled`: the mean loss of the last max(10, a tenth of the run) steps is above the unigram entropy of the training
   text minus 0.1, and not still on its way there: the run learnt which tokens are frequent and nothing of their order.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-PATIENCE = 3  # non-finite steps in a row
+PATIENCE = 3  # non-finite steps in a row that end a run
 ABOVE = 0.1  # nats above the first loss that count as above
 MARGIN = 0.1  # nats below the unigram entropy that count as learning
 SHORTEST = 50  # steps under which nothing is judged
@@ -30,9 +30,13 @@ SIGMAS, WINDOW, ENOUGH = 7.0, 1000, 30  # of OLMo 2's spike score; the fewest st
 
 @dataclass
 class Watch:
-    """The judgement that can stop a run: fed each step in order, it answers with a sentence once the run diverged."""
+    """The judgement that can stop a run: fed each step in order, it answers with a sentence once the run diverged.
+
+    `patience`: how many non-finite steps in a row that takes; 0: they are skipped and counted to the end.
+    """
 
     steps: int
+    patience: int = PATIENCE
     first_loss: float | None = None
     first_bad_step: int | None = None
     bad: int = 0
@@ -43,7 +47,7 @@ class Watch:
         if not finite:
             self.first_bad_step = step if self.bad == 0 else self.first_bad_step
             self.bad += 1
-            if self.bad >= PATIENCE or step >= self.steps:
+            if (self.patience and self.bad >= self.patience) or step >= self.steps:
                 return f"loss or gradient not finite from step {self.first_bad_step} on"
             return None
         self.bad = 0

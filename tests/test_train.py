@@ -88,7 +88,7 @@ def test_resume_of_a_finished_run_adds_nothing(first):
     before = (directory / "metrics.jsonl").read_bytes()
     ended = command("train.py", f"resume={directory}", cwd=cwd)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "nothing to do: all 60 steps are done\n"
+    assert ended.stdout == "nothing to do: 60 of 60 steps are done (stable)\n"
     assert (directory / "metrics.jsonl").read_bytes() == before
 
 

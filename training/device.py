@@ -2,6 +2,7 @@
 
 import os
 import platform
+import secrets
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+from data.tokens import Tokens
 
 PACKAGES = ("torch", "lightning", "hydra-core", "datasets", "tokenizers", "wandb", "numpy")
 LightningPrecision = Literal["32-true", "bf16-mixed", "64-true"]
@@ -54,9 +57,10 @@ def peak_memory(device: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def environment(device: str, corpus: dict[str, Any]) -> dict[str, Any]:
-    """What a run's numbers depend on beside its config."""
+def environment(device: str, tokens: Tokens) -> dict[str, Any]:
+    """What a run's numbers depend on beside its config, and `run`, which its checkpoints are known by."""
     return {
+        "run": secrets.token_hex(8),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in PACKAGES},
@@ -64,7 +68,16 @@ def environment(device: str, corpus: dict[str, Any]) -> dict[str, Any]:
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "git": _revision(),
-        "corpus": corpus,
+        "corpus": {
+            "name": tokens.name,
+            "hash": tokens.hash,
+            "tokenizer": tokens.tokenizer.name,
+            "vocab": tokens.vocab,
+            "train_tokens": len(tokens.train),
+            "val_tokens": len(tokens.val),
+            "unigram_entropy": tokens.unigram_entropy,
+            "floor": tokens.floor,
+        },
     }
 
 

@@ -9,7 +9,6 @@ if TYPE_CHECKING:  # a bad knob is refused without loading torch
     from torch.nn import Parameter
     from torch.optim import AdamW
 
-    from model.inventory import Kind
     from model.transformer import Transformer
 
 Positive = Annotated[float, Field(gt=0)]
@@ -37,9 +36,10 @@ def adamw(
 
     from model.inventory import inventory
 
-    decay: dict[Kind, float] = {"matrix": weight_decay, "norm": norm_decay}
-    groups: dict[float, list[Parameter]] = defaultdict(list)
+    decay = {"matrix": weight_decay, "norm": norm_decay, "other": 0.0}
+    # a group each even where two decay alike, so that a resume with another decay finds the same groups
+    groups: dict[str, list[Parameter]] = defaultdict(list)
     for entry in inventory(model):
-        groups[decay.get(entry.kind, 0.0)].append(entry.parameter)
-    listed = [{"params": parameters, "weight_decay": value} for value, parameters in groups.items()]
+        groups[entry.kind if entry.kind in decay else "other"].append(entry.parameter)
+    listed = [{"params": parameters, "weight_decay": decay[kind]} for kind, parameters in groups.items()]
     return AdamW(listed, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=True)

@@ -1,10 +1,6 @@
-"""When: validations, checkpoints, and what the terminal shows meanwhile."""
+"""When: validations, checkpoints, the stop that a signal asks for, and what the terminal shows meanwhile."""
 
-import os
-import signal
-import sys
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from training.recorder import Recorder
+from training.signals import Signals
 from training.task import Task, next_token_loss
 
 
@@ -69,15 +66,7 @@ class Pace(Callback):
         if loss_diverged or not _finite(task.model):
             return
         self.directory.mkdir(exist_ok=True)
-        unfinished = self.directory / f".{name}.unfinished"
-        trainer.save_checkpoint(unfinished)
-        _to_disk(unfinished)  # else a power cut could leave the new name on an empty file
-        os.replace(unfinished, self.directory / f"{name}.ckpt")
-
-
-def _to_disk(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        trainer.save_checkpoint(self.directory / f"{name}.ckpt")
 
 
 def _finite(model: torch.nn.Module) -> bool:
@@ -86,40 +75,17 @@ def _finite(model: torch.nn.Module) -> bool:
     return bool(torch.isfinite(torch.stack(norms)).all())
 
 
-class Signals(Callback):
-    """SIGINT and SIGTERM end the run after the step under way, all its micro-batches; a second one ends it at once.
+class Stop(Callback):
+    """Ends the run after the step under way, all its micro-batches, once a signal has been received."""
 
-    As a context manager it puts back the handlers that it found.
-    """
+    def __init__(self, signals: Signals) -> None:
+        self.signals = signals
 
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._found: dict[int, Any] = {}
-
-    def __enter__(self) -> "Signals":
-        self._found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        self._install()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        for number, handler in self._found.items():
-            signal.signal(number, handler)
-
-    def _install(self) -> None:
-        for number in self._found:
-            signal.signal(number, self._stop)
-
-    def _stop(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            os._exit(128 + number)
-        self.received = number
-        print(f"\n{signal.Signals(number).name}: stopping after this step", file=sys.stderr)
-
-    def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
-        self._install()  # Lightning has put a handler of its own before ours, which would raise in mid-step
+    def on_train_start(self, *_: Any) -> None:
+        self.signals.install()  # Lightning has put a handler of its own before ours, which would raise in mid-step
 
     def on_train_batch_end(self, trainer: pl.Trainer, task: pl.LightningModule, *_: Any) -> None:
-        if self.received and ends_step(trainer, task):
+        if self.signals.received and ends_step(trainer, task):
             trainer.should_stop = True
 
 

@@ -1,9 +1,9 @@
 """From numbers on the device to lines of `metrics.jsonl`, with no synchronisation between two log steps."""
 
 import json
-import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 
 from stability.gradients import GradientNorms
-from stability.records import block_norms, lines, metrics_line
+from stability.locate import Place
+from stability.records import block_norms, lines, metrics_line, replace
 from stability.verdict import Watch
 from training.wandb import Log
 
-Locate = Callable[[int, np.ndarray], int | None]
+Locate = Callable[[int, np.ndarray], Place | None]
 
 
 class Recorder:
     """Holds each step's loss and norms on the device and writes them at the next log step (1, every `log_every`, the
     last): one line a step, flushed as written, with the layers' arrays on log steps.
 
-    `reason` says whether the run diverged. `first_bad_step` and `first_bad_layer` tell the first step of the run that was
-    not finite (or where the loss began to stay above its start), and its layer as `locate(step, norms)` finds it: on a CPU
+    `reason` says whether the run diverged. `first_bad_step` and `first_bad_place` tell the first step of the run that was
+    not finite (or where the loss began to stay above its start), and its place as `locate(step, norms)` finds it: on a CPU
     a bad step is written at once, on other devices at the next log step, when the weights have moved on if it was a
-    single one; the layer can then be None.
+    single one; the place can then be None. It stands in the record of the first step of each bad stretch.
     """
 
     def __init__(
@@ -37,17 +38,18 @@ class Recorder:
         *,
         steps: int,
         log_every: int,
+        patience: int,
         tokens_per_step: int,
         clip: float,
         locate: Locate,
     ) -> None:
         self.gradients, self.log, self.clip, self.locate = gradients, log, clip, locate
         self.steps, self.log_every, self.tokens_per_step = steps, log_every, tokens_per_step
-        self.watch = Watch(steps)
+        self.watch = Watch(steps, patience)
         self.reason: str | None = None
         self.first_bad_step: int | None = None
-        self.first_bad_layer: int | None = None
-        self._stretch_layer: int | None = None  # of the present stretch of bad steps
+        self.first_bad_place: Place | None = None
+        self._stretch_place: Place | None = None  # of the present stretch of bad steps
         self.loss: list[float] = []
         self.skipped: list[bool] = []
         self.val_loss: list[tuple[int, float]] = []
@@ -60,19 +62,23 @@ class Recorder:
         self._timed_steps = 0
 
     def restore(self, done: int) -> None:
-        """Continue after step `done` (-1: from nothing): the lines beyond it are dropped, the others are the history."""
+        """Continue after step `done` (-1: from nothing): the lines beyond it are dropped, the others are the history.
+
+        A run that diverged and is resumed starts afresh: its record stays, what ended it no longer counts.
+        """
         kept = [record for record in lines(self._path, []) if record["step"] <= done]
         self._file.close()
-        unfinished = self._path.with_suffix(".unfinished")
-        unfinished.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        os.replace(unfinished, self._path)
+        replace(self._path, "".join(json.dumps(record) + "\n" for record in kept))
         self._file = self._path.open("a", encoding="utf-8")
         for record in kept:
             if "val_loss" in record:
                 self.val_loss.append((record["step"], _number(record["val_loss"])))
                 continue
-            loss, skipped = _number(record["loss"]), record.get("skipped", False)
-            self._remember(record["step"], loss, not skipped, record.get("grad_norm", {}))
+            place = Place(**record["began"]) if "began" in record else None
+            finite = not record.get("skipped", False)
+            self._remember(record["step"], _number(record["loss"]), finite, place, record.get("grad_norm", {}))
+        if self.reason:
+            self.reason, self.watch.bad, self.watch.above = None, 0, 0
 
     def step(self, step: int, lr: float, loss: Tensor, norms: Tensor, total: Tensor) -> None:
         """Take one step's numbers: `loss`, `total` scalars and `norms` (entries,) on the device."""
@@ -102,27 +108,27 @@ class Recorder:
         table = self.gradients.table(norms) if self._is_log_step(step) else {}
         record: dict[str, Any] = {"step": step, "tokens": step * self.tokens_per_step, "loss": loss, "lr": lr}
         record |= {"grad_norm": table | {"total": total}, "clip_coefficient": coefficient}
+        place = None
         if not finite:
             record["skipped"] = True
+            if self.watch.bad == 0 and (place := self.locate(step, norms)):
+                record["began"] = asdict(place)
         self._write(record)
-        if not finite and self.watch.bad == 0:
-            self._stretch_layer = self.locate(step, norms)
-            if self.first_bad_step is None:
-                self.first_bad_layer = self._stretch_layer
-        self._remember(step, loss, finite, table)
+        self._remember(step, loss, finite, place, table)
 
-    def _remember(self, step: int, loss: float, finite: bool, table: dict[str, Any]) -> None:
+    def _remember(self, step: int, loss: float, finite: bool, place: Place | None, table: dict[str, Any]) -> None:
         """What the verdict is made of, from a step just made or from one before a resume."""
         self.loss.append(loss)
         self.skipped.append(not finite)
         if "attention" in table and finite:
             self.ends = {k: v for k, v in self.ends.items() if k == min(self.ends)} | {step: block_norms(table)}
+        if not finite and self.watch.bad == 0:
+            self._stretch_place = place
         reason = self.watch.see(step, loss, finite)
         if self.first_bad_step is None and (reason or not finite):
-            self.first_bad_step = self.watch.first_bad_step
+            self.first_bad_step, self.first_bad_place = self.watch.first_bad_step, None if finite else place
         if reason and self.reason is None:
-            layer = self._stretch_layer if not finite else None
-            self.reason = reason + (f", begun in layer {layer}" if layer else "")
+            self.reason = reason + (f", begun in {self._stretch_place}" if self._stretch_place and not finite else "")
 
     def validation(self, step: int, loss: float) -> None:
         """One line for a validation, after the lines of the steps before it."""

@@ -1,21 +1,21 @@
 """One run, from its built parts to its records, verdict and picture."""
 
+import errno
 import json
 import logging
-import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from dataclasses import replace as changed
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,16 +26,25 @@ from data.windows import Windows
 from model.inventory import inventory
 from model.transformer import Transformer
 from stability.gradients import GradientNorms
-from stability.locate import first_bad_layer
+from stability.locate import Place, first_bad_place
+from stability.records import document, read, replace
 from stability.verdict import judge, spikes, tail
 from training import device as machine
-from training.pace import Bar, Lines, Pace, Signals
+from training.checkpoint import WholeFiles
+from training.pace import Bar, Lines, Pace, Stop
 from training.recorder import Recorder
 from training.schedule import Constant
+from training.signals import Signals, name
 from training.task import Task
 from training.wandb import Log
 
-DIVERGED = 3  # exit code
+FAILED, DIVERGED = 1, 3  # exit codes
+FULL = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+}  # the disk, a quota, a limit on files, a mount gone read-only
 
 
 @dataclass(frozen=True)
@@ -51,79 +60,76 @@ class Parts:
     val: DataLoader[Tensor]
     tokens: Tokens
     log: Log
+    signals: Signals
+    run_id: str
     device: str
     checkpoint: Path | None
     start: int
 
 
-def resume_point(directory: Path, *, resuming: bool) -> tuple[Path | None, int]:
-    """(The newest checkpoint that is whole, the steps that it has done), or (None, 0) for a run from the start, which a
-    run that was killed before its first checkpoint is too.
-
-    Says which files are damaged; ValueError where a resumed run has no other.
-    """
-    if not resuming:
-        return None, 0
-    good: dict[int, Path] = {}
-    paths = [directory / "checkpoints" / f"{name}.ckpt" for name in ("best", "last")]
-    for path in paths:
-        if path.is_file():
-            try:
-                # mapped: only the structure is read here, whose end a truncated file lacks
-                good[int(torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"])] = path
-            except (RuntimeError, OSError, EOFError, KeyError, TypeError, ValueError, UnpicklingError) as error:
-                print(f"{path} is no whole checkpoint of a run and is left aside ({str(error).splitlines()[0][:80]})")
-    if not good and any(path.is_file() for path in paths):
-        raise ValueError(f"resume={directory}: checkpoints/ holds no checkpoint that can be read: start a new run")
-    start = max(good, default=0)
-    return good.get(start), start
-
-
 def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Train, judge, write `summary.json` and `report.png`; (summary, exit code).
+    """Train, judge, draw `report.png`, write `summary.json`; (summary, exit code).
 
     `facts` goes into the summary as it is (name, axes, equation, unigram_entropy, floor, depth). The exit code is 0,
-    3 for a run that diverged, 128 + the signal's number for one that was interrupted.
+    3 for a run that diverged, 128 + the signal's number for one that was interrupted, 1 for one that ran out of disk.
+    Any other error in training is raised again as a RuntimeError, never as a ValueError: those are what the user can mend,
+    and are said without a traceback.
     """
     started = time.perf_counter()
-    if not parts.checkpoint:
-        _write(parts.directory / "environment.json", machine.environment(parts.device, _corpus(parts.tokens)))
-        (parts.directory / "tokenizer.json").write_text(parts.tokens.tokenizer.to_json(), encoding="utf-8")
-    steps, signals = scalars["steps"], Signals()
+    steps, signals, code, failure = scalars["steps"], parts.signals, FAILED, None
     trainer, task = _assemble(parts, scalars, signals)
     recorder = task.recorder
-    verdict, reason, code = "failed", "", 1
     try:
         # Lightning raises for a SIGTERM that comes before the first step
-        with _quiet(), signals, suppress(SIGTERMException):
+        with _quiet(), suppress(SIGTERMException):
             trainer.fit(task, parts.train, ckpt_path=parts.checkpoint, weights_only=True)
         recorder.flush()
         verdict, reason, code = _judge(recorder, signals, steps, facts)
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        # never a ValueError: those are what the user can mend, and are said without a traceback
-        raise RuntimeError(f"the run failed: {reason}") from error
-    finally:
-        recorder.close()
-        wall = time.perf_counter() - started + (_earlier(parts.directory) if parts.checkpoint else 0.0)
-        summary = _summary(recorder, facts, verdict, reason, steps, wall, machine.peak_memory(parts.device))
-        _write(parts.directory / "summary.json", summary)
-        try:
-            if recorder.loss:
-                _draw(parts)
-        finally:
-            parts.log.finish(summary, code)
+        failure = error
+        verdict, reason = "failed", _failure(error, parts.directory)
+    wall = time.perf_counter() - started + (_earlier(parts.directory) if parts.checkpoint else 0.0)
+    summary = _summary(recorder, facts, verdict, reason, steps, wall, machine.peak_memory(parts.device))
+    # each whatever becomes of the others; the summary, which says that the run is complete, after the picture
+    with ExitStack() as closing:
+        closing.callback(_unless_full, lambda: parts.log.finish(summary, code))
+        closing.callback(_unless_full, lambda: replace(parts.directory / "summary.json", document(summary)))
+        closing.callback(_unless_full, lambda: _draw(parts, summary) if recorder.loss else None)
+        closing.callback(_unless_full, recorder.close)
+    if failure and not _full(failure):
+        raise RuntimeError(f"the run failed: {reason}") from failure
     return summary, code
+
+
+def _full(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in FULL
+
+
+def _failure(error: Exception, directory: Path) -> str:
+    if _full(error):
+        assert isinstance(error, OSError)
+        return f"{error.filename or directory}: {error.strerror}: make room, then resume={directory}"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _unless_full(step: Callable[[], None]) -> None:
+    """One closing step; a disk that is full is said in a line, since what was written before is still good."""
+    try:
+        step()
+    except OSError as error:
+        if not _full(error):
+            raise
+        print(f"normlab: {error.filename or 'the record'}: {error.strerror}", file=sys.stderr)
 
 
 def _assemble(parts: Parts, scalars: dict[str, Any], signals: Signals) -> tuple[pl.Trainer, Task]:
     model, steps, accumulate = parts.model.train(), scalars["steps"], scalars["accumulate"]
     gradients = GradientNorms(inventory(model), model.depth)
 
-    def locate(step: int, norms: np.ndarray) -> int | None:
+    def locate(step: int, norms: np.ndarray) -> Place | None:
         batches = (parts.windows[i].to(task.device) for i in range((step - 1) * accumulate, step * accumulate))
         with trainer.precision_plugin.forward_context():
-            return first_bad_layer(model, batches, gradients, norms)
+            return first_bad_place(model, batches, gradients, norms)
 
     recorder = Recorder(
         parts.directory / "metrics.jsonl",
@@ -131,26 +137,26 @@ def _assemble(parts: Parts, scalars: dict[str, Any], signals: Signals) -> tuple[
         parts.log,
         steps=steps,
         log_every=scalars["log_every"],
+        patience=scalars["patience"],
         tokens_per_step=scalars["batch"] * model.context,
         clip=scalars["clip"],
         locate=locate,
     )
     recorder.restore(parts.start if parts.checkpoint else -1)
-    shared = {"steps": steps, "accumulate": accumulate, "clip": scalars["clip"]}
+    shared = {"run_id": parts.run_id, "steps": steps, "accumulate": accumulate, "clip": scalars["clip"]}
     task = Task(model, parts.optimizer(model), parts.schedule, gradients, recorder, **shared)
     show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
     every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}
     pace = Pace(parts.directory / "checkpoints", parts.val, **every)
-    # signals before Pace, which saves when a stop has been asked for
-    trainer = _trainer(parts.device, scalars, [signals, pace, show], bar=isinstance(show, Bar))
+    # Stop before Pace, which saves when a stop has been asked for
+    trainer = _trainer(parts.device, scalars, [Stop(signals), pace, show], bar=isinstance(show, Bar))
     return trainer, task
 
 
 def _judge(recorder: Recorder, signals: Signals, steps: int, facts: dict[str, Any]) -> tuple[str, str, int]:
     loss, skipped = np.array(recorder.loss), np.array(recorder.skipped)
     if signals.received and len(loss) < steps and not recorder.reason:
-        name = signal.Signals(signals.received).name
-        return "interrupted", f"{name} after step {len(loss)} of {steps}", 128 + signals.received
+        return "interrupted", f"{name(signals.received)} after step {len(loss)} of {steps}", 128 + signals.received
     known = {"unigram_entropy": facts["unigram_entropy"], "floor": facts["floor"]}
     verdict, reason = judge(loss, skipped, steps=steps, diverged=recorder.reason, **known)
     if verdict == "stalled" and len(recorder.ends) == 2:
@@ -159,7 +165,9 @@ def _judge(recorder: Recorder, signals: Signals, steps: int, facts: dict[str, An
             f"; the gradient norm of layer 1 went from {before[0]:.1e} (step {first}) to {after[0]:.1e} (step {last}), "
             f"of layer {len(after)} from {before[-1]:.1e} to {after[-1]:.1e}"
         )
-    return verdict, reason, DIVERGED if verdict == "diverged" else 0
+    # a signal that came too late to interrupt still ends the process, and the sweep
+    late = 128 + signals.received if signals.received else 0
+    return verdict, reason, late or (DIVERGED if verdict == "diverged" else 0)
 
 
 def _summary(
@@ -185,7 +193,8 @@ def _summary(
         "steps": steps,
         "steps_done": len(loss),
         "first_bad_step": recorder.first_bad_step,
-        "first_bad_layer": recorder.first_bad_layer,
+        "first_bad_layer": recorder.first_bad_place and recorder.first_bad_place.layer,
+        "first_bad_parameter": recorder.first_bad_place and recorder.first_bad_place.parameter,
         "skipped_steps": sum(recorder.skipped),
         **{
             key: float(f"{value:.9g}") if value is not None and np.isfinite(value) else None
@@ -201,29 +210,11 @@ def _earlier(directory: Path) -> float:
     return float(json.loads(path.read_text(encoding="utf-8"))["wall_time_s"]) if path.is_file() else 0.0
 
 
-def _write(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _corpus(tokens: Tokens) -> dict[str, Any]:
-    return {
-        "name": tokens.name,
-        "hash": tokens.hash,
-        "tokenizer": tokens.tokenizer.name,
-        "vocab": tokens.vocab,
-        "train_tokens": len(tokens.train),
-        "val_tokens": len(tokens.val),
-        "unigram_entropy": tokens.unigram_entropy,
-        "floor": tokens.floor,
-    }
-
-
-def _draw(parts: Parts) -> None:
-    from stability.records import read
+def _draw(parts: Parts, summary: dict[str, Any]) -> None:
     from stability.report import draw_run
 
     path = parts.directory / "report.png"
-    draw_run(read(parts.directory), path)
+    draw_run(changed(read(parts.directory), summary=summary), path)
     parts.log.image("report", path)
 
 
@@ -238,6 +229,8 @@ def _trainer(device: str, scalars: dict[str, Any], callbacks: list[pl.Callback],
             max_epochs=-1,
             accumulate_grad_batches=scalars["accumulate"],
             callbacks=callbacks,
+            # the second keeps Lightning from handling Slurm's signals, which training/signals.py does
+            plugins=[WholeFiles(), LightningEnvironment()],
             logger=False,
             enable_checkpointing=False,
             enable_model_summary=False,

@@ -34,6 +34,7 @@ class Task(pl.LightningModule):
         gradients: GradientNorms,
         recorder: Recorder,
         *,
+        run_id: str,
         steps: int,
         accumulate: int,
         clip: float,
@@ -41,7 +42,7 @@ class Task(pl.LightningModule):
         super().__init__()
         self.model, self.recorder = model, recorder
         self._optimizer, self._schedule, self._gradients = optimizer, schedule, gradients
-        self.steps, self.accumulate, self.clip = steps, accumulate, clip
+        self.run_id, self.steps, self.accumulate, self.clip = run_id, steps, accumulate, clip
         self._loss: Tensor | None = None
 
     def configure_optimizers(self) -> Any:
@@ -71,12 +72,21 @@ class Task(pl.LightningModule):
             self.trainer.should_stop = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Beside weights and optimizer: what dropout draws next. Plain containers and tensors alone."""
+        """Beside weights and optimizer: whose they are, and what dropout draws next. Plain containers and tensors alone."""
+        checkpoint["run"] = self.run_id
         checkpoint["rng"] = torch.get_rng_state()
         if self.device.type in ("cuda", "mps"):
             checkpoint["device_rng"] = getattr(torch, self.device.type).get_rng_state()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The generators, and the optimizer's settings as the config has them now, which a checkpoint would undo."""
         torch.set_rng_state(checkpoint["rng"])
+        done, lr = checkpoint["global_step"], self._optimizer.defaults["lr"]
+        now = {"initial_lr": lr, "lr": lr * self._schedule.factor(done + 1, self.steps)}
+        (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+        for stored, group in zip(optimizer["param_groups"], self._optimizer.param_groups, strict=True):
+            stored.update({key: value for key, value in group.items() if key != "params"} | now)
+        groups = len(optimizer["param_groups"])
+        schedule.update(base_lrs=[now["initial_lr"]] * groups, _last_lr=[now["lr"]] * groups)
         if self.device.type in ("cuda", "mps") and "device_rng" in checkpoint:
             getattr(torch, self.device.type).set_rng_state(checkpoint["device_rng"])

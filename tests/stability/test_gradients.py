@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from model.inventory import Entry, inventory
 from stability.gradients import GradientNorms
-from stability.locate import first_bad_layer
+from stability.locate import Place, first_bad_place
 from tests.conftest import network
 
 FULL = [
@@ -102,7 +102,7 @@ def test_the_layer_where_a_forward_pass_stopped_being_finite():
     backward(model)
     norms = gradients.measure().numpy()
     assert np.isnan(norms).any()
-    assert first_bad_layer(model, [tokens], gradients, norms) == 3
+    assert first_bad_place(model, [tokens], gradients, norms) == Place(3, "ffn.up.weight")
 
 
 def test_the_layer_where_a_backward_pass_stopped_being_finite():
@@ -113,6 +113,6 @@ def test_the_layer_where_a_backward_pass_stopped_being_finite():
     for layer in (0, 1):
         model.blocks[layer].attention.function.q.weight.grad[0, 0] = torch.inf
     norms = gradients.measure().numpy()
-    assert first_bad_layer(model, [torch.randint(11, (2, 9))], gradients, norms) == 2
+    assert first_bad_place(model, [torch.randint(11, (2, 9))], gradients, norms) == Place(2, "attention.q.weight")
     model.head.weight.grad[0, 0] = torch.nan
-    assert first_bad_layer(model, [], gradients, gradients.measure().numpy()) is None
+    assert first_bad_place(model, [], gradients, gradients.measure().numpy()) == Place(None, "head.weight")

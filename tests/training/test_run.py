@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 
 import numpy as np
@@ -15,9 +16,11 @@ import train
 from conf.help import CONF
 from data.tokens import prepare
 from data.windows import Windows
+from stability.locate import Place
 from stability.records import read
-from tests.conftest import SMALL, plain
+from tests.conftest import SMALL, network, plain
 from training import run as run_module
+from training.checkpoint import resume_point
 from training.pace import Pace
 from training.recorder import Recorder
 
@@ -270,7 +273,7 @@ def test_a_diagnosis_leaves_the_training_alone(run, monkeypatch, log_every: int)
     twice = [Poison(2, 13, count=1), Poison(1, 23, count=1)]
     monkeypatch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, *twice], **k))
     found, summary = run(*words)
-    monkeypatch.setattr("training.run.first_bad_layer", lambda *_: 2)
+    monkeypatch.setattr("training.run.first_bad_place", lambda *_: Place(2, None))
     blind, _ = run(*words)
     assert [r["loss"] for r in steps(found)] == [r["loss"] for r in steps(blind)]
     assert (summary["first_bad_step"], summary["first_bad_layer"], summary["skipped_steps"]) == (13, 2, 2)
@@ -322,6 +325,7 @@ def test_a_resume_sees_the_same_text_with_the_same_threads(run, tmp_path):
     recorded = json.loads((where / "environment.json").read_text())
     (where / "environment.json").write_text(json.dumps(recorded | {"threads": 2}))
     (where / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [{"step": 0, "val_loss": 5.0}]))
+    (where / "summary.json").unlink()  # killed before its end
     text.write_text(text.read_text() + "more\n")
     with pytest.raises(ValueError, match="the text has changed since"):
         run(*words, f"resume={where}", directory=where, drop="data.tokens")
@@ -338,7 +342,15 @@ def test_validation_weighs_windows_not_batches(run):
 def test_a_resumed_recorder_goes_on_counting(run, tmp_path):
     """The history before a resume counts for the verdict: the first loss, and a stretch that is not finite."""
     recorder_of = lambda path: Recorder(  # noqa: E731
-        path, None, None, steps=60, log_every=10, tokens_per_step=1, clip=1.0, locate=lambda step, norms: None
+        path,
+        None,
+        None,
+        steps=60,
+        log_every=10,
+        patience=3,
+        tokens_per_step=1,
+        clip=1.0,
+        locate=lambda step, norms: None,
     )
     lines = [{"step": 0, "val_loss": 9.0}, {"step": 1, "loss": 8.0}, {"step": 2, "loss": None, "skipped": True}]
     lines += [{"step": 3, "loss": None, "skipped": True}, {"step": 4, "loss": 1.0}]
@@ -364,7 +376,7 @@ class Kick(Callback):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_after_its_step_and_it_resumes_exactly(run, monkeypatch, number: int, code: int):
-    words = ["steps=20", "val_every=6", "model.dropout=0.1", "accumulate=2"]
+    words = ["steps=20", "val_every=6", "model.dropout=0.1", "accumulate=2", "workers=1"]
     unbroken, _ = run(*words)
     original = run_module._trainer
     with monkeypatch.context() as patch:
@@ -394,18 +406,29 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_used(run, capsys
     kept = torch.load(where / "checkpoints" / "best.ckpt", weights_only=True)["global_step"]
     last = where / "checkpoints" / "last.ckpt"
     whole = last.read_bytes()
-    for damaged in (whole[: len(whole) // 2], b"", b"not a checkpoint", whole[:-1]):
+    model, run_id = network(vocab=257), json.loads((where / "environment.json").read_text())["run"]
+    flipped = bytearray(whole)
+    flipped[
+        whole.index(torch.load(last, weights_only=True)["state_dict"]["model.head.weight"].numpy().tobytes()) + 9
+    ] ^= 1
+    for damaged in (whole[: len(whole) // 2], b"", b"not a checkpoint", whole[:-1], flipped):
         last.write_bytes(damaged)
-        assert run_module.resume_point(where, resuming=True)[1] == kept
-        assert "last.ckpt is no whole checkpoint of a run" in capsys.readouterr().out
+        assert resume_point(where, model, run_id)[1] == kept
+        assert re.search(r"last.ckpt is left aside: (no whole checkpoint of a run|damaged)", capsys.readouterr().out)
     torch.save({"weights": 1}, last)  # somebody else's
-    assert run_module.resume_point(where, resuming=True)[1] == kept
+    assert resume_point(where, model, run_id)[1] == kept
+    last.write_bytes(whole)
+    assert resume_point(where, model, run_id)[1] == 12
+    for other, of, said in ((model, "another", "belongs to another run"),
+                            (network("model.depth=3", vocab=257), run_id, "holds another network (blocks.2"),
+                            (network("model.dim=8", vocab=257), run_id, "holds another network (embed.token: (257, 16)")):  # fmt: skip
+        with pytest.raises(ValueError, match="no checkpoint there can be used; with checkpoints/ moved away it starts"):
+            resume_point(where, other, of)
+        assert said in capsys.readouterr().out
+    last.write_bytes(b"")
+    (where / "summary.json").unlink()
     resumed, _ = run(*words, f"resume={where}", directory=where)
     assert resumed == unbroken
-    for path in (where / "checkpoints").iterdir():
-        path.write_bytes(b"")
-    with pytest.raises(ValueError, match="no checkpoint that can be read"):
-        run_module.resume_point(where, resuming=True)
 
 
 def test_float64_and_bf16_mixed_run(run):

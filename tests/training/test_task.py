@@ -29,7 +29,9 @@ def clipped(gradient: list[float], clip: float) -> tuple[Taken, nn.Parameter, to
     entries = [Entry("weight", model.weight, "ffn", "matrix", 1, "up")]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     taken = Taken()
-    task = Task(model, optimizer, Constant(), GradientNorms(entries, 1), taken, steps=9, accumulate=1, clip=clip)
+    task = Task(
+        model, optimizer, Constant(), GradientNorms(entries, 1), taken, run_id="", steps=9, accumulate=1, clip=clip
+    )
     task._trainer = SimpleNamespace(global_step=0, should_stop=False)
     task._loss = torch.tensor(1.0)
     task.configure_gradient_clipping(optimizer)

@@ -1,0 +1,106 @@
+"""Checkpoints: written whole or not at all, verified before they are used, and room for them before the first step."""
+
+import os
+import shutil
+import zipfile
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from torch import nn
+
+NAMES = ("best", "last")
+
+
+class WholeFiles(CheckpointIO):
+    """Into a temporary file beside the old one, to the disk, then over it in one step: whoever is killed or runs out of
+    space meanwhile still has the old one. Plain containers and tensors alone: no pickled code is ever loaded.
+
+    Raises OSError, with the file's name, where it cannot be written.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        unfinished = path.with_name(f".{path.stem}.unfinished")
+        try:
+            with unfinished.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())  # else a power cut could leave the new name on an empty file
+            os.replace(unfinished, path)
+        except (RuntimeError, OSError) as error:  # torch hides why a write failed behind an error of its own
+            why = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(why, OSError):
+                raise
+            raise OSError(why.errno, why.strerror, str(path)) from None
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        path.unlink(missing_ok=True)
+
+
+def resume_point(directory: Path, model: nn.Module, run_id: str | None) -> tuple[Path | None, int]:
+    """(The newest checkpoint of this run that is whole, the steps that it has done), or (None, 0) where it has none yet.
+
+    Says which files it leaves aside and why; ValueError where no other is left.
+    """
+    good: dict[int, Path] = {}
+    paths = [path for name in NAMES if (path := directory / "checkpoints" / f"{name}.ckpt").is_file()]
+    for path in paths:
+        try:
+            good[_verified(path, model, run_id)] = path
+        except ValueError as error:
+            print(f"{path} is left aside: {error}")
+    if not good and paths:
+        raise ValueError(
+            f"resume={directory}: no checkpoint there can be used; with checkpoints/ moved away it starts again from step 0"
+        )
+    start = max(good, default=0)
+    return good.get(start), start
+
+
+def _verified(path: Path, model: nn.Module, run_id: str | None) -> int:
+    """The steps that a checkpoint has done; ValueError with the reason if it is not whole or not of this run."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            damaged = file.testzip()  # every byte against its checksum, which torch.load does not do
+        if damaged:
+            raise ValueError(f"damaged ({damaged})")
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        step, weights, owner = int(found["global_step"]), found["state_dict"], found["run"]
+    except (RuntimeError, OSError, EOFError, KeyError, TypeError, UnpicklingError, zipfile.BadZipFile) as error:
+        raise ValueError(f"no whole checkpoint of a run ({type(error).__name__}: {str(error)[:60].strip()})") from None
+    if run_id is not None and owner != run_id:
+        raise ValueError("it belongs to another run")
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name, tensor in model.state_dict().items():
+        there = shapes.pop(f"model.{name}", None)
+        if there != tuple(tensor.shape):
+            raise ValueError(f"it holds another network ({name}: {there} there, {tuple(tensor.shape)} here)")
+    if shapes:
+        raise ValueError(f"it holds another network ({next(iter(shapes))} is not in this one)")
+    return step
+
+
+def check_space(directory: Path, model: nn.Module, *, steps: int, log_every: int, depth: int) -> None:
+    """ValueError where the disk lacks room for the run's checkpoints and records.
+
+    A checkpoint holds each weight and the optimizer's two moments of it; there are `last`, `best` and the one that is being
+    written, less those that are there already. A record line takes about 250 bytes, and 13 arrays over the layers, of
+    about 14 bytes a number, on each log step; W&B's file is about as large.
+    """
+    there = next(path for path in (directory, *directory.resolve().parents) if path.is_dir())
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    old = sum((directory / "checkpoints" / f"{name}.ckpt").is_file() for name in NAMES)
+    records = 2 * (250 * steps + 13 * 14 * depth * (steps // log_every + 2))
+    needed, free = 3 * weights * (3 - old) + records, shutil.disk_usage(there).free
+    if free < needed:
+        raise ValueError(
+            f"{directory}: {free / 1e6:,.0f} MB free, {needed / 1e6:,.0f} MB needed for checkpoints and records: make room, "
+            "or name another place by hydra.run.dir (hydra.sweep.dir)"
+        )

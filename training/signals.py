@@ -1,0 +1,95 @@
+"""SIGINT, SIGTERM and, under Slurm, SIGUSR1: when a run may stop, and what it answers."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+REQUEUE = signal.SIGUSR1
+
+
+class Interrupted(BaseException):
+    """The process was told to stop while there was nothing to lose. No Exception, so that nothing swallows it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(name(number))
+        self.number = number
+
+
+class Signals:
+    """Inside the context the first signal raises `Interrupted`; inside `deferred` it is only noted in `received`, for
+    the training loop to stop after the step under way; a second one ends the process at once, whatever it is at.
+
+    On the way out the handlers that were there before come back. In a thread other than the main one, which Python lets
+    no handler be set from, nothing happens.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._deferring = False
+        self._found: dict[int, Any] = {}
+
+    def __enter__(self) -> "Signals":
+        # Slurm sends SIGUSR1 some time before the limit where it is asked to (--signal=USR1@90)
+        numbers = [signal.SIGINT, signal.SIGTERM] + [REQUEUE] * ("SLURM_JOB_ID" in os.environ)
+        if threading.current_thread() is threading.main_thread():
+            self._found = {number: signal.getsignal(number) for number in numbers}
+            self.install()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._found.items():
+            signal.signal(number, handler)
+
+    def install(self) -> None:
+        """Set the handlers, again where a library has put its own in their place."""
+        for number in self._found:
+            signal.signal(number, self._note)
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """From here on there is something to lose. Raises `Interrupted` on entry for a signal that got lost before."""
+        if self.received:
+            raise Interrupted(self.received)
+        self._deferring = True
+        try:
+            yield
+        finally:
+            self._deferring = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.received:
+            os._exit(128 + number)
+        self.received = number
+        if not self._deferring:
+            raise Interrupted(number)
+        print(f"\n{name(number)}: stopping after this step; a second signal stops at once", file=sys.stderr)
+
+
+def name(number: int) -> str:
+    return signal.Signals(number).name
+
+
+def requeued() -> bool:
+    """Whether Slurm has started this job again."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+
+
+def requeue() -> None:
+    """Put this Slurm job back in the queue, as its own SIGUSR1 asked for.
+
+    Lightning's handler of that signal would save in the middle of a step and train on; here the run has stopped at the
+    end of one, and the same command with the same hydra.run.dir resumes it.
+    """
+    job = os.environ["SLURM_JOB_ID"]
+    if array := os.environ.get("SLURM_ARRAY_JOB_ID"):
+        job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"normlab: scontrol requeue {job} failed: {error}", file=sys.stderr)
