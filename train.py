@@ -6,6 +6,7 @@
 What a user can get wrong is answered in one line and exit code 2, before lightning, datasets or wandb are imported.
 """
 
+import gc
 import io
 import os
 import secrets
@@ -205,6 +206,8 @@ def job(cfg: DictConfig) -> float:
     """Hydra's task function: the final loss, or PENALTY for a job of a sweep that has none."""
     here = HydraConfig.get()
     directory, sweep = Path(here.runtime.output_dir), here.mode == RunMode.MULTIRUN
+    if directory.is_relative_to(Path.cwd()):
+        directory = directory.relative_to(Path.cwd())  # as people type it
     # unresolved: a word of the command line may hold an interpolation
     words: Any = OmegaConf.to_container(here.overrides.task, resolve=False)
     started = (directory / "config.yaml").is_file()
@@ -238,13 +241,15 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
         except (ValueError, InstantiationException) as error:
             summary, code = without_steps("refused", _own_words(error)), USAGE
         except Exception as error:
-            print(traceback.format_exc(), file=log)
+            traceback.print_exc(file=log)
             summary, code = without_steps("failed", f"{type(error).__name__}: {error}"), FAILED
         if not (directory / "config.yaml").is_file():
             replace(directory / "summary.json", document(summary))
             replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
         if code in (USAGE, FAILED):
-            print(f"normlab: job {number}: {summary['verdict']}: {summary['reason']}", flush=True)
+            for place in (log, sys.stderr):
+                print(f"normlab: job {number} {summary['verdict']}: {summary['reason']}", file=place, flush=True)
+    gc.collect()  # a trainer refers to itself: the next job may need its memory
     if code == 128 + REQUEUE:
         requeue()
     if code > 128:
@@ -259,7 +264,7 @@ def main() -> None:
         rows = jobs.rows(sweep.directory, sweep.jobs)
         jobs.write(sweep.directory, rows)
         jobs.show(rows)
-        if any(row.verdict not in jobs.JUDGED for row in rows):
+        if any(row.verdict in jobs.MISSING for row in rows):
             print(f"the same command with hydra.sweep.dir={sweep.directory} does what is missing")
         code = code or (FAILED if any(row.verdict not in jobs.DONE for row in rows) else 0)
     sys.exit(code)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
 from hydra.utils import get_class
@@ -25,9 +24,9 @@ class Remember(Callback):
     sweep: ClassVar[Sweep | None] = None
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        jobs = None
-        if issubclass(get_class(config.hydra.sweeper._target_), BasicSweeper):
+        jobs, sweeper = None, get_class(config.hydra.sweeper._target_)
+        if hasattr(sweeper, "split_arguments"):  # Hydra's basic sweeper, and what inherits from it
             words = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
             parsed = OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task])
-            (jobs,) = BasicSweeper.split_arguments(parsed, max_batch_size=None)
+            (jobs,) = sweeper.split_arguments(parsed, max_batch_size=None)
         Remember.sweep = Sweep(Path(config.hydra.sweep.dir), jobs)

@@ -5,6 +5,7 @@ Figures are drawn through matplotlib's object API, without pyplot: no global sta
 
 import textwrap
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from stability.records import Array, Run, label
+from stability.records import Array, Run, label, replace
 
 # Okabe and Ito's palette, which survives colour blindness and grey print; its yellow is left out, too faint on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -291,4 +292,6 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _save(figure: Figure, path: str | Path) -> None:
-    figure.savefig(path)
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png")
+    replace(Path(path), drawn.getvalue())

@@ -12,6 +12,7 @@ from stability.records import metrics_line, replace
 
 DONE = {"stable", "spiky", "stalled", "too_short"}
 JUDGED = {*DONE, "diverged"}  # a diverged job is a result: the sweep does not start it again
+MISSING = {"not_started", "unfinished", "interrupted", "failed"}  # what the same command does
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def show(rows: Sequence[Row]) -> None:
     for head in ("job", "overrides", "verdict", "loss", "val loss", "seconds"):
         table.add_column(head, justify="left" if head in ("overrides", "verdict") else "right", overflow="fold")
     for row in rows:
-        numbers = (_number(row.final_loss, ".4f"), _number(row.final_val_loss, ".4f"), _number(row.wall_time_s, ".0f"))
+        numbers = (_number(row.final_loss, ".4f"), _number(row.final_val_loss, ".4f"), _number(row.wall_time_s, ".1f"))
         told = " ".join(word for word in row.overrides if word not in same)
         table.add_row(str(row.job), told, row.verdict.replace("_", " "), *numbers)
     console = Console(markup=False, highlight=False)

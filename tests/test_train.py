@@ -88,21 +88,39 @@ def test_resume_of_a_finished_run_adds_nothing(first):
     before = (directory / "metrics.jsonl").read_bytes()
     ended = command("train.py", f"resume={directory}", cwd=cwd)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "nothing to do: 60 of 60 steps are done (stable)\n"
+    assert ended.stdout == "nothing to do: 60 of 60 steps are done (stalled)\n"
     assert (directory / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_sweep_goes_on_after_a_job_that_is_refused(tmp_path: Path):
-    words = [*WORDS, "steps=3", "logger=none", "norm=rmsnorm,layernorm", "model.heads=3,2", "hydra.sweep.dir=sweep"]
+    words = [word for word in WORDS if word not in ("threads=1", "model.heads=2")]
+    words += ["steps=3", "norm=rmsnorm,layernorm", "model.heads=3,2", "hydra.sweep.dir=sweep"]
     ended = command("train.py", *words, "-m", cwd=tmp_path)
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1] == "normlab: 2 of 4 jobs were refused, failed or diverged"
-    assert re.search(r"^normlab: job \d \(.*model.heads=3\S* ?.*\): model.dim=16", ended.stderr, re.M)
-    assert "model.dim=16 must divide by model.heads=3" in ended.stderr
-    done = sorted(path.parent.name for path in (tmp_path / "sweep").glob("*/summary.json"))
-    assert len(done) == 2
-    norms = [json.loads((tmp_path / "sweep" / n / "summary.json").read_text())["axes"]["norm"] for n in done]
-    assert sorted(norms) == ["layernorm", "rmsnorm"]
+    refusal = "model.dim=16 must divide by model.heads=3"
+    assert ended.stderr.count("\n") == ended.stderr.count("normlab: job ") == ended.stderr.count(refusal) == 2
+    rows = [json.loads(line) for line in (tmp_path / "sweep/sweep.jsonl").read_text().splitlines()]
+    varied = [[word for word in row["overrides"] if word.startswith(("norm=", "model.heads="))] for row in rows]
+    assert [(row["job"], words, row["verdict"]) for row, words in zip(rows, varied, strict=True)] == [
+        (0, ["norm=rmsnorm", "model.heads=3"], "refused"),
+        (1, ["norm=rmsnorm", "model.heads=2"], "too_short"),
+        (2, ["norm=layernorm", "model.heads=3"], "refused"),
+        (3, ["norm=layernorm", "model.heads=2"], "too_short"),
+    ]
+    assert all(refusal in row["reason"] for row in rows[::2])
+    for row, words in zip(rows, varied, strict=True):  # the table
+        numbers = [f"{row['final_loss']:.4f}"] if row["final_loss"] else []
+        told = [str(row["job"]), *words, *row["verdict"].split("_"), *numbers]
+        assert any(line.split()[: len(told)] == told for line in ended.stdout.splitlines()), told
+    # each job has a directory, a log and a W&B run of its own
+    logs = [(tmp_path / "sweep" / row["directory"] / "job.log").read_text() for row in rows]
+    assert [refusal in log for log in logs] == [True, False, True, False]
+    assert all(f"job {row['job']}: " in log for row, log in zip(rows, logs, strict=True))
+    assert "x <- x + F(N(x))" in logs[1] and "x <- x + F(N(x))" not in logs[0]
+    ids = [(tmp_path / "sweep" / row["directory"] / "wandb/id").read_text() for row in rows[1::2]]
+    assert ids[0] != ids[1]
+    environments = [json.loads((tmp_path / "sweep" / n / "environment.json").read_text()) for n in "13"]
+    assert [environment["threads"] for environment in environments] == [1, 1]
 
 
 def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
@@ -132,14 +150,23 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path):
     assert json.loads((tmp_path / "sweep/0/summary.json").read_text())["verdict"] == "interrupted"
     assert not (tmp_path / "sweep/1").exists()
     assert "Traceback" not in said
+    rows = [json.loads(line) for line in (tmp_path / "sweep/sweep.jsonl").read_text().splitlines()]
+    assert [row["verdict"] for row in rows] == ["interrupted", "not_started", "not_started"]
 
 
-def test_ctrl_c_while_starting_leaves_nothing_behind(tmp_path: Path):
-    process = start(*WORDS, "steps=100000", "logger=none", "data.tokens=30000000", cwd=tmp_path)
-    wait_for("runs/*", tmp_path)  # the text takes seconds to make: this is before the first step
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_while_starting_is_recorded_and_the_run_starts_when_resumed(tmp_path: Path, number: int, code: int):
+    words = [*WORDS, "steps=3", "logger=none", "data.tokens=3000000", "hydra.run.dir=run"]
+    process = start(*words, cwd=tmp_path)
+    wait_for("run", tmp_path)  # the text takes seconds to make: this is before the first step
     time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert said == "normlab: interrupted before the first step\n"
-    assert not list(tmp_path.glob("runs/*"))
+    assert process.returncode == code
+    name = signal.Signals(number).name
+    assert said == f"normlab: {name} before the first step; resume=run starts it\n"
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["verdict"], summary["reason"]) == ("interrupted", f"{name} before the first step")
+    ended = command("train.py", "resume=run", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((tmp_path / "run/summary.json").read_text())["steps_done"] == 3

@@ -1,6 +1,5 @@
 """Checkpoints: written whole or not at all, verified before they are used, and room for them before the first step."""
 
-import os
 import shutil
 import zipfile
 from pathlib import Path
@@ -11,31 +10,21 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 
+from stability.records import whole
+
 NAMES = ("best", "last")
 
 
 class WholeFiles(CheckpointIO):
-    """Into a temporary file beside the old one, to the disk, then over it in one step: whoever is killed or runs out of
-    space meanwhile still has the old one. Plain containers and tensors alone: no pickled code is ever loaded.
-
-    Raises OSError, with the file's name, where it cannot be written.
-    """
+    """Whoever is killed or runs out of space while a checkpoint is written still has the old one. Plain containers and
+    tensors alone: no pickled code is ever loaded. Raises OSError, with the file's name, where it cannot be written."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        unfinished = path.with_name(f".{path.stem}.unfinished")
-        try:
-            with unfinished.open("wb") as file:
+        with whole(path) as file:
+            try:
                 torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())  # else a power cut could leave the new name on an empty file
-            os.replace(unfinished, path)
-        except (RuntimeError, OSError) as error:  # torch hides why a write failed behind an error of its own
-            why = error if isinstance(error, OSError) else error.__context__
-            if not isinstance(why, OSError):
-                raise
-            raise OSError(why.errno, why.strerror, str(path)) from None
-        finally:
-            unfinished.unlink(missing_ok=True)
+            except RuntimeError as error:  # torch hides why a write failed behind an error of its own
+                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
@@ -101,6 +90,6 @@ def check_space(directory: Path, model: nn.Module, *, steps: int, log_every: int
     needed, free = 3 * weights * (3 - old) + records, shutil.disk_usage(there).free
     if free < needed:
         raise ValueError(
-            f"{directory}: {free / 1e6:,.0f} MB free, {needed / 1e6:,.0f} MB needed for checkpoints and records: make room, "
+            f"{directory}: {free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB needed for checkpoints and records: make room, "
             "or name another place by hydra.run.dir (hydra.sweep.dir)"
         )

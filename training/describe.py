@@ -58,7 +58,7 @@ def describe(
     size = sum(parameter.numel() for parameter in model.parameters())
     floor = f", true entropy {tokens.floor:.4f}" if tokens.floor is not None else ""
     rows = {
-        "run": f"{name}  ->  {short(directory)}",
+        "run": f"{name}  ->  {directory}",
         "choices": "  ".join(f"{axis}={axes[axis]}" for axis in SHOWN),
         "equation": line,
         "constants": _coefficients(model) + (f"  eps = {plain['norm']['eps']:g}" if has_norm else ""),
@@ -77,19 +77,16 @@ def describe(
 
 def closing(summary: dict[str, Any], directory: Path) -> str:
     """The lines that a run prints when it is over."""
+    picture = directory / "report.png"  # not there where the disk was full
+    where = f"picture: {picture}" if picture.is_file() else f"record: {directory}"
     val, best = summary["final_val_loss"], summary["best_val_loss"]
     losses = f"validation loss {val:.4f} (best {best:.4f})" if val is not None else "no validation since the start"
     speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if summary["tokens_per_second"] else ""
     return (
         f"{summary['verdict']}: {summary['reason']}\n"
         f"{losses}, {summary['steps_done']} steps in {summary['wall_time_s']:.0f} s{speed}\n"
-        f"picture: {short(directory / 'report.png')}"
+        f"{where}"
     )
-
-
-def short(path: Path) -> Path:
-    """A path as seen from here, where it lies below."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _advice(model: Transformer, schedule: Constant, steps: int) -> str:

@@ -5,6 +5,7 @@ import platform
 import secrets
 import subprocess
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -45,6 +46,14 @@ def threads(asked: int | None, *, tokens: int, dim: int) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return asked or max(1, min(cores, tokens * dim // 2**15))
+
+
+def reset_peak_memory(device: str) -> None:
+    """Let the peak begin anew, since a sweep's jobs share a process. Where that is not possible it stays the process's."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with suppress(OSError):  # Linux alone has it
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def peak_memory(device: str) -> int:

@@ -1,6 +1,7 @@
 """From numbers on the device to lines of `metrics.jsonl`, with no synchronisation between two log steps."""
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from stability.gradients import GradientNorms
 from stability.locate import Place
-from stability.records import block_norms, lines, metrics_line, replace
+from stability.records import block_norms, lines, metrics_line, naming, replace
 from stability.verdict import Watch
 from training.wandb import Log
 
@@ -56,7 +57,7 @@ class Recorder:
         self.ends: dict[int, np.ndarray] = {}  # block norms at the first and the latest log step
         self.latest: dict[str, Any] = {}
         self._pending: list[tuple[int, float, Tensor]] = []
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("ab", buffering=0)
         self._clock: float | None = None
         self._trained = 0.0  # seconds, the first step and validations apart
         self._timed_steps = 0
@@ -69,7 +70,7 @@ class Recorder:
         kept = [record for record in lines(self._path, []) if record["step"] <= done]
         self._file.close()
         replace(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
         for record in kept:
             if "val_loss" in record:
                 self.val_loss.append((record["step"], _number(record["val_loss"])))
@@ -155,15 +156,27 @@ class Recorder:
         return self._timed_steps * self.tokens_per_step / self._trained if self._trained else None
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(metrics_line(record) + "\n")
-        self._file.flush()
+        with naming(self._path):
+            self._append((metrics_line(record) + "\n").encode())
         self.latest = self.latest | {k: v for k, v in record.items() if k != "grad_norm"}
         self.latest["grad_norm"] = record.get("grad_norm", {}).get("total", self.latest.get("grad_norm"))
         self.log.record(record)
 
     def close(self) -> None:
-        self.flush()
-        self._file.close()
+        try:
+            self.flush()
+        finally:
+            self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        """The whole line or, where the disk is full, nothing of it; never a part that is kept and written later."""
+        written, end = 0, os.fstat(self._file.fileno()).st_size
+        try:
+            while written < len(line):
+                written += self._file.write(line[written:])
+        except OSError:
+            self._file.truncate(end)
+            raise
 
 
 def _number(value: float | None) -> float:

@@ -76,6 +76,7 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     and are said without a traceback.
     """
     started = time.perf_counter()
+    machine.reset_peak_memory(parts.device)
     steps, signals, code, failure = scalars["steps"], parts.signals, FAILED, None
     trainer, task = _assemble(parts, scalars, signals)
     recorder = task.recorder

@@ -57,7 +57,7 @@ class WandbLog:
         start: dict[str, Any] = {
             "id": _run_id(directory),
             "resume": "allow" if chosen == "online" else None,
-            "dir": str(directory),
+            "dir": str(directory.resolve()),
             "name": name,
             "project": project,
             "config": config,
