@@ -14,11 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def cache_directory() -> Path:
-    """Where prepared data is kept: the environment's NORMLAB_CACHE, or `~/.cache/normlab`."""
-    return Path(os.environ.get("NORMLAB_CACHE") or Path.home() / ".cache" / "normlab").expanduser()
-
-
 class Corpus:
     """An ordered stream of documents that can be read again and again with the same result.
 
@@ -32,7 +27,7 @@ class Corpus:
         floor: the true entropy in nats per byte token where it is known, else None.
         dropped: what the last reading left out, as reason -> count.
 
-    Raises ValueError for a fraction or a count out of range.
+    Raises ValueError for a fraction or a count out of range; reading raises ValueError for what cannot be read.
     """
 
     key = "data"
@@ -69,11 +64,14 @@ class Corpus:
         return ", ".join(said)
 
     def _filled(self, read: Iterator[tuple[str, str]]) -> Iterator[str]:
-        for place, text in read:
-            if text.strip():
-                yield text
-            else:
-                self._drop("blank", place)
+        try:
+            for place, text in read:
+                if text.strip():
+                    yield text
+                else:
+                    self._drop("blank", place)
+        except OSError as error:  # as it is, it would be taken for one of writing the cache
+            raise ValueError(f"{self.key}: {self.name} cannot be read: {' '.join(str(error).split())}") from error
 
     def _drop(self, reason: str, place: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1

@@ -311,5 +311,7 @@ def test_the_text_is_a_function_of_the_seed():
 
 def test_kept_rows_are_json_lines(hub, tmp_path):
     list(Hub("some/set", rows=2).documents())
-    (kept,) = (tmp_path / "hub").iterdir()
+    (kept,) = (tmp_path / "hub").glob("*.jsonl")
     assert [json.loads(line) for line in kept.read_text().splitlines()] == ["one", " "]
+    kept.write_text('"one"\n"tw')
+    refusal(lambda: list(Hub("some/set", rows=2).documents()), "data.path=some/set", str(kept), "line 2", "delete")
