@@ -158,7 +158,10 @@ class Files(Corpus):
         seen: set[str] = set()
         for asked in self.paths:
             path = os.path.expanduser(asked)
-            found = [path] if os.path.exists(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+            matches = glob.glob(path, recursive=True)
+            # a link to nothing stays in and is refused when it is read, like any file that cannot be
+            matches = sorted(match for match in matches if os.path.isfile(match) or not os.path.exists(match))
+            found = [path] if os.path.exists(path) else matches
             if not found:
                 raise ValueError(f"data.paths: {asked}: no such file; relative paths start at {os.getcwd()}")
             for match in found:
@@ -211,7 +214,8 @@ class Files(Corpus):
         if not isinstance(row, dict):
             raise ValueError(f"a {type(row).__name__}, not an object with the key {self.text_key!r}")
         if self.text_key not in row:
-            raise ValueError(f"no key {self.text_key!r} (data.text_key) among {', '.join(map(repr, row)) or 'none'}")
+            keys = [*map(repr, row)][:8] + ["..."] * (len(row) > 8)
+            raise ValueError(f"no key {self.text_key!r} (data.text_key) among {', '.join(keys) or 'none'}")
         return text_of(row[self.text_key], self.text_key)
 
 

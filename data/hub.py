@@ -59,6 +59,10 @@ class Hub(Corpus):
             raise ValueError(
                 "data.options.trust_remote_code: loading scripts are not run; choose a dataset stored as data files"
             )
+        if path == "pandas":  # older versions of the library read them
+            raise ValueError(
+                "data.path=pandas: its files are pickles, which run code; store the text as JSON or parquet"
+            )
         try:
             self.opens = re.compile(opens) if opens else None
         except re.error as error:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -67,17 +67,28 @@ class Given(Corpus):
         return iter(self.own)
 
 
-def racer(cache: Path, corpus: Path, vocab: int = 0, slow: float = 0) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", RACER, str(corpus), str(vocab), str(slow)],
-        env=os.environ | {"NORMLAB_CACHE": str(cache), "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "ready\n", process.communicate()[1]
-    return process
+@pytest.fixture
+def racer() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a process that is ready to prepare a corpus; none outlives the test."""
+    processes = []
+
+    def ready(cache: Path, corpus: Path, vocab: int = 0, slow: float = 0) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", RACER, str(corpus), str(vocab), str(slow)],
+            env=os.environ | {"NORMLAB_CACHE": str(cache), "PYTHONPATH": str(ROOT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        return process
+
+    yield ready
+    for process in processes:
+        process.kill()
+        process.communicate(timeout=20)
 
 
 def go(*processes: subprocess.Popen[str]) -> None:
@@ -123,7 +134,7 @@ def text(tmp_path: Path) -> Path:
 # Together
 
 
-def test_of_four_at_once_one_makes_the_tokens_and_all_have_them(tmp_path: Path, text: Path):
+def test_of_four_at_once_one_makes_the_tokens_and_all_have_them(tmp_path: Path, text: Path, racer):
     processes = [racer(tmp_path / "cache", text, slow=0.7) for _ in range(4)]  # twice: once a side
     go(*processes)
     answers = [answer(process) for process in processes]
@@ -141,7 +152,7 @@ def test_of_four_at_once_one_makes_the_tokens_and_all_have_them(tmp_path: Path, 
     }
 
 
-def test_other_texts_and_tokenizers_do_not_wait_for_each_other(tmp_path: Path, text: Path):
+def test_other_texts_and_tokenizers_do_not_wait_for_each_other(tmp_path: Path, text: Path, racer):
     (tmp_path / "b.txt").write_text(TEXT.replace("a", "b"))
     wanted = [(text, 0), (text, 300), (text, 320), (tmp_path / "b.txt", 0)]
     processes = [racer(tmp_path / "cache", path, vocab, slow=0.7) for path, vocab in wanted]
@@ -153,7 +164,7 @@ def test_other_texts_and_tokenizers_do_not_wait_for_each_other(tmp_path: Path, t
     assert len(entries(tmp_path / "cache")) == 16
 
 
-def test_who_waits_takes_over_from_a_killed_process_and_may_be_interrupted(tmp_path: Path, text: Path):
+def test_who_waits_takes_over_from_a_killed_process_and_may_be_interrupted(tmp_path: Path, text: Path, racer):
     cache = tmp_path / "cache"
     builder, waiter, impatient = racer(cache, text, slow=100), racer(cache, text), racer(cache, text)
     go(builder)
@@ -328,9 +339,9 @@ def test_a_stream_that_breaks_off_is_not_laid_at_the_cache_s_door(tmp_path: Path
 # What names and files can do
 
 
-@pytest.mark.parametrize("name", ["../../up/and/away", "/an/absolute/path", "a\x00b/../c"])
+@pytest.mark.parametrize("name", ["../../up/and/away", "{}/absolute", "a\x00b/../c"])
 def test_nothing_is_written_outside_the_cache(tmp_path: Path, monkeypatch, name: str):
-    cache = tmp_path / "deep" / "er" / "cache"
+    cache, name = tmp_path / "deep" / "er" / "cache", name.format(tmp_path)
 
     def load_dataset(*_, split, **__):
         return datasets.Dataset.from_dict({"text": [f"one of {split}", "two"]}).to_iterable_dataset()
