@@ -26,13 +26,14 @@ TEXT = "".join(f"line {i} of a text that several runs want at once\n" for i in r
 
 # One process: `python -c RACER corpus vocab slow`, with vocab 0 for bytes; it starts when a line comes in.
 RACER = """
-import json, sys, time
+import json, signal, sys, time
 import data.cache
 from data.corpus import Files
 from data.tokenizer import Bpe, Byte
 from data.tokens import prepare
 
 data.cache.PATIENCE = 0.1
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
 path, vocab, slow = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 tokenizer = Bpe(vocab) if vocab else Byte()
 encode_all = tokenizer.encode_all
