@@ -8,7 +8,9 @@ import pytest
 from tests.conftest import SMALL
 from tests.faults.test_kill import finished, start
 
-WORDS = [*SMALL, "data=synthetic", "data.tokens=200000", "threads=1", "logger=none", "steps=20", "val_every=10"]
+WORDS = [*SMALL, "threads=1", "logger=none", "steps=20", "val_every=10"]
+# seconds of work to make the tokens, so that the others arrive meanwhile
+WORDS += ["data=synthetic", "data.tokens=1000000", "tokenizer=bpe"]
 
 
 @pytest.mark.slow
