@@ -14,11 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def cache_directory() -> Path:
-    """Where prepared data is kept: the environment's NORMLAB_CACHE, or `~/.cache/normlab`."""
-    return Path(os.environ.get("NORMLAB_CACHE") or Path.home() / ".cache" / "normlab").expanduser()
-
-
 class Corpus:
     """An ordered stream of documents that can be read again and again with the same result.
 
@@ -32,7 +27,7 @@ class Corpus:
         floor: the true entropy in nats per byte token where it is known, else None.
         dropped: what the last reading left out, as reason -> count.
 
-    Raises ValueError for a fraction or a count out of range.
+    Raises ValueError for a fraction or a count out of range; reading raises ValueError for what cannot be read.
     """
 
     key = "data"
@@ -69,11 +64,14 @@ class Corpus:
         return ", ".join(said)
 
     def _filled(self, read: Iterator[tuple[str, str]]) -> Iterator[str]:
-        for place, text in read:
-            if text.strip():
-                yield text
-            else:
-                self._drop("blank", place)
+        try:
+            for place, text in read:
+                if text.strip():
+                    yield text
+                else:
+                    self._drop("blank", place)
+        except OSError as error:  # as it is, it would be taken for one of writing the cache
+            raise ValueError(f"{self.key}: {self.name} cannot be read: {' '.join(str(error).split())}") from error
 
     def _drop(self, reason: str, place: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
@@ -160,7 +158,10 @@ class Files(Corpus):
         seen: set[str] = set()
         for asked in self.paths:
             path = os.path.expanduser(asked)
-            found = [path] if os.path.exists(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
+            matches = glob.glob(path, recursive=True)
+            # a link to nothing stays in and is refused when it is read, like any file that cannot be
+            matches = sorted(match for match in matches if os.path.isfile(match) or not os.path.exists(match))
+            found = [path] if os.path.exists(path) else matches
             if not found:
                 raise ValueError(f"data.paths: {asked}: no such file; relative paths start at {os.getcwd()}")
             for match in found:
@@ -213,7 +214,8 @@ class Files(Corpus):
         if not isinstance(row, dict):
             raise ValueError(f"a {type(row).__name__}, not an object with the key {self.text_key!r}")
         if self.text_key not in row:
-            raise ValueError(f"no key {self.text_key!r} (data.text_key) among {', '.join(map(repr, row)) or 'none'}")
+            keys = [*map(repr, row)][:8] + ["..."] * (len(row) > 8)
+            raise ValueError(f"no key {self.text_key!r} (data.text_key) among {', '.join(keys) or 'none'}")
         return text_of(row[self.text_key], self.text_key)
 
 

@@ -5,14 +5,14 @@ import itertools
 import json
 import os
 import re
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data.corpus import Corpus, cache_directory, text_of
+from data.cache import cache_directory, making, publish
+from data.corpus import Corpus, text_of
 
 INSTEAD = "use what needs no network: data=python, or data=files data.paths=[...]"
 
@@ -26,7 +26,8 @@ class Hub(Corpus):
         split, val_split: its training split; its validation split, or None to split by document.
         text_key: the column that holds the text.
         opens: a regular expression for the row that opens a new document, where rows are lines; they are then joined.
-        rows: read this many rows of each split and keep them in the cache, without fetching the rest; None = all.
+        rows: read this many rows of each split, without fetching the rest, and keep what the Hub sent in the cache;
+            None = all.
         skip_bad: leave out and count rows without text, rather than refuse them.
         options: further arguments of `datasets.load_dataset` (revision, data_files, ...).
 
@@ -54,9 +55,13 @@ class Hub(Corpus):
             raise ValueError("data.path is empty: name a dataset of the Hub, as in data.path=roneneldan/TinyStories")
         if rows is not None and rows < 1:
             raise ValueError(f"data.rows={rows}: needs at least 1, or null for all")
-        if options and "trust_remote_code" in options:
+        if _asks_for_trust(options):
             raise ValueError(
                 "data.options.trust_remote_code: loading scripts are not run; choose a dataset stored as data files"
+            )
+        if path == "pandas":  # older versions of the library read them
+            raise ValueError(
+                "data.path=pandas: its files are pickles, which run code; store the text as JSON or parquet"
             )
         try:
             self.opens = re.compile(opens) if opens else None
@@ -100,38 +105,51 @@ class Hub(Corpus):
                 self._drop("bad row", place)
 
     def _values(self, split: str) -> Iterator[Any]:
-        if self.rows is None:
-            if split not in self._loaded:
-                self._loaded[split] = self._load(split, streaming=False)
-            return (row[self.text_key] for row in self._loaded[split])
+        # a file of this machine may be edited, and a relative path mean another: what is kept would be stale
+        local = os.path.exists(self.path) or "/" not in self.path
+        if self.rows is None or local:
+            return self._stream(split, streaming=self.rows is not None)
         # A stream is read once, into a file of our own: later readings are the same rows, without a network.
         wanted = [self.path, self.config, split, self.text_key, self.rows, sorted(self.options.items())]
-        kept = (
-            cache_directory() / "hub" / (hashlib.blake2b(repr(wanted).encode(), digest_size=8).hexdigest() + ".jsonl")
-        )
+        name = hashlib.blake2b(repr(wanted).encode(), digest_size=8).hexdigest()
+        kept = cache_directory() / "hub" / f"{name}.jsonl"
         if not kept.exists():
             self._keep(split, kept)
         return self._kept(kept)
 
     def _kept(self, kept: Path) -> Iterator[Any]:
         with open(kept, encoding="utf-8", newline="\n") as lines:
-            yield from map(json.loads, lines)
+            for number, line in enumerate(lines, 1):
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(
+                        f"data.path={self.path}: the rows kept in {kept} are damaged at line {number}: {error}; "
+                        "delete that file, and they are fetched again"
+                    ) from None
 
     def _keep(self, split: str, kept: Path) -> None:
-        stream = self._load(split, streaming=True)
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=kept.parent, prefix=".partial-") as scratch:
-                part = Path(scratch) / kept.name
+            with making(kept) as scratch:
+                if kept.exists():  # fetched by another process while this one waited
+                    return
+                part = scratch / kept.name
                 with open(part, "w", encoding="utf-8", newline="\n") as file:
-                    rows = itertools.islice(stream, self.rows)
-                    file.writelines(json.dumps(row[self.text_key]) + "\n" for row in rows)
-                os.replace(part, kept)
+                    file.writelines(json.dumps(value) + "\n" for value in self._stream(split, streaming=True))
+                publish(part, kept)
         except OSError as error:
             raise ValueError(
                 f"data.path={self.path}: cannot keep its rows in {kept.parent}: {_first_line(error)}; "
-                "set the environment's NORMLAB_CACHE to a folder with space"
+                "set the environment's NORMLAB_CACHE to a folder that can be written and has space"
             ) from error
+
+    def _stream(self, split: str, streaming: bool) -> Iterator[Any]:
+        """The rows as the library gives them, up to `rows`; what goes wrong in there is a ValueError."""
+        if split not in self._loaded:
+            self._loaded[split] = self._load(split, streaming)
+        try:
+            for row in itertools.islice(self._loaded[split], self.rows):
+                yield row[self.text_key]
         except Exception as error:  # a stream can break in as many ways as there are file formats
             raise ValueError(
                 f"data.path={self.path}: the stream broke off: {_first_line(error)}; try again, or {INSTEAD}"
@@ -156,6 +174,13 @@ class Hub(Corpus):
         if columns and self.text_key not in columns:
             raise ValueError(f"data.text_key={self.text_key}: {self.path} has the columns {', '.join(columns)}")
         return loaded.select_columns([self.text_key]) if columns else loaded
+
+
+def _asks_for_trust(options: Any) -> bool:
+    """Whether the key that lets a dataset run code stands anywhere in the options."""
+    if isinstance(options, dict):
+        return "trust_remote_code" in options or _asks_for_trust(list(options.values()))
+    return isinstance(options, list | tuple) and any(map(_asks_for_trust, options))
 
 
 def _first_line(error: Exception) -> str:

@@ -1,13 +1,12 @@
 """Documents to token files: split by document, tokenised once, kept in a cache that is keyed by content.
 
 The cache is `<cache>/<key>/{train.bin, val.bin, tokenizer.json, meta.json}`: raw little-endian ids and JSON, no pickle.
+Whatever number of runs want an entry at once, one makes it (`data/cache.py`).
 """
 
 import json
-import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from data.corpus import Corpus, cache_directory
+from data.cache import cache_directory, making, publish
+from data.corpus import Corpus
 from data.split import TRAIN, VAL, Split, digest, make_split, texts
 from data.tokenizer import Tokenizer, from_json
 
@@ -30,7 +30,7 @@ class Tokens:
     vocab: the tokenizer's real size. end: id of the end token.
     unigram_entropy: of the training ids' frequencies, in nats per token: what a model without context can reach.
     floor: the true entropy in nats per token where it is known. hash: 16 hex digits over the corpus's documents.
-    notes: lines for the user: sizes, how the split was made, what was left out.
+    notes: lines for the user: sizes, how the split was made, what was left out, whether the tokens were made now.
     """
 
     train: np.ndarray
@@ -55,20 +55,26 @@ def prepare(corpus: Corpus, tokenizer: Tokenizer, *, context: int, cache: Path |
     notes = [f"left out: {dropped}" for dropped in [corpus.describe_dropped()] if dropped]
     wanted = [FORMAT, split.hash, tokenizer.identity(), corpus.val_fraction, split.rule]
     home = Path(cache or cache_directory()) / digest(json.dumps(wanted).encode(), 8).hex()
+    origin = "found"
     try:
-        stored = _load(home)
+        stored = _load(home)  # without the lock: a finished cache may be read-only
         if stored is None:
-            if home.exists():
-                notes.append(f"cache: {home} was damaged and has been made again")
-                shutil.rmtree(home)
-            _build(corpus, tokenizer, split, home)
-            stored = _load(home)
+            with making(home) as scratch:
+                stored = _load(home)  # another process may have made it while this one waited
+                if stored is None:
+                    if home.exists():
+                        notes.append(f"cache: {home} was damaged and has been made again")
+                        shutil.rmtree(home)
+                    _build(corpus, tokenizer, split, scratch)
+                    publish(scratch, home)
+                    stored, origin = _load(home), "made now, kept"
     except OSError as error:
         raise ValueError(
             f"cache {home.parent}: {error.strerror or error}; set the environment's NORMLAB_CACHE to a folder that "
             "can be written and has space"
         ) from error
     assert stored is not None, "what was just written can be read"
+    notes.append(f"tokens: {origin} in {home}")
     meta, train, val, tokenizer = stored
     for side, ids in (("training", train), ("validation", val)):
         if len(ids) < context + 1:
@@ -101,37 +107,22 @@ def prepare(corpus: Corpus, tokenizer: Tokenizer, *, context: int, cache: Path |
     )
 
 
-def _build(corpus: Corpus, tokenizer: Tokenizer, split: Split, home: Path) -> None:
-    """Writes a whole folder beside `home` and moves it there in one step; if another process was first, its stays."""
+def _build(corpus: Corpus, tokenizer: Tokenizer, split: Split, folder: Path) -> None:
+    """Fits the tokenizer and writes an entry's four files into the folder."""
     tokenizer.fit(texts(corpus, split, TRAIN))
-    home.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=home.parent, prefix=".partial-"))
-    try:
-        meta: dict[str, Any] = {
-            "format": FORMAT,
-            "dtype": dtype_for(tokenizer.vocab).str,
-            "documents": [],
-            "tokens": [],
-        }
-        with _progress(sum(split.sizes)) as bar:
-            for side, name in ((TRAIN, "train.bin"), (VAL, "val.bin")):
-                # the document that is cut does not end on the training side
-                unfinished = side == TRAIN and split.cut is not None
-                with open(scratch / name, "wb") as file:
-                    documents, counts = _write(corpus, tokenizer, split, side, unfinished, file, bar)
-                meta["documents"].append(documents)
-                meta["tokens"].append(int(counts.sum()))
-                if side == TRAIN:
-                    meta["unigram_entropy"] = entropy(counts)
-        (scratch / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        (scratch / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
-        try:
-            os.rename(scratch, home)
-        except OSError:
-            if not home.exists():
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    meta: dict[str, Any] = {"format": FORMAT, "dtype": dtype_for(tokenizer.vocab).str, "documents": [], "tokens": []}
+    with _progress(sum(split.sizes)) as bar:
+        for side, name in ((TRAIN, "train.bin"), (VAL, "val.bin")):
+            # the document that is cut does not end on the training side
+            unfinished = side == TRAIN and split.cut is not None
+            with open(folder / name, "wb") as file:
+                documents, counts = _write(corpus, tokenizer, split, side, unfinished, file, bar)
+            meta["documents"].append(documents)
+            meta["tokens"].append(int(counts.sum()))
+            if side == TRAIN:
+                meta["unigram_entropy"] = entropy(counts)
+    (folder / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+    (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
 
 
 def _write(
@@ -153,7 +144,7 @@ def _write(
 
 
 def _load(home: Path) -> tuple[dict[str, Any], np.ndarray, np.ndarray, Tokenizer] | None:
-    """What `_build` wrote, or None if it is missing or not whole."""
+    """The entry that `_build` wrote, or None if it is missing or not whole."""
     try:
         meta = json.loads((home / "meta.json").read_text(encoding="utf-8"))
         dtype, arrays = np.dtype(meta["dtype"]), []

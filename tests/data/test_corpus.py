@@ -155,6 +155,7 @@ def test_a_json_line_without_text_is_refused_or_skipped_and_counted():
         (b'{"text": "open', ["not JSON"]),
         (b'["text"]', ["list"]),
         (b'{"body": "x"}', ["'text'", "data.text_key", "'body'"]),
+        (json.dumps(dict.fromkeys("abcdefghij")).encode(), ["among 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', ...;"]),
         (b'{"text": 42}', ["int"]),
         (b'{"text": "\\ud800"}', ["surrogate"]),
         (b"[" * 100_000, ["not JSON"]),
@@ -176,6 +177,8 @@ def test_globs_are_sorted_and_descend_and_no_file_is_read_twice(tmp_path):
     refusal(lambda: read(paths=[f"{tmp_path}/*.md"]), "data.paths", "*.md", "no such file")
     refusal(lambda: read(paths=[str(tmp_path)]), "data.paths", str(tmp_path), "directory")
     refusal(lambda: Files(paths="a.txt"), "data.paths=[a.txt]")  # type: ignore[arg-type]
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    refusal(lambda: read(paths=[f"{tmp_path}/*.txt"]), "data.paths", "gone.txt: No such file")
 
 
 # The Hub
@@ -240,6 +243,7 @@ def test_hub_refusals_name_the_key(hub):
     refusal(lambda: list(Hub("some/set", text_key="body").documents()), "data.text_key=body", "text, other")
     refusal(lambda: list(Hub("some/set", split="tset").documents()), "data.path=some/set", "tset", "data=python")
     refusal(lambda: Hub("some/set", options={"trust_remote_code": True}), "trust_remote_code")
+    refusal(lambda: Hub("pandas"), "data.path=pandas", "pickles")
     refusal(lambda: Hub("some/set", opens="("), "data.opens")
     refusal(lambda: Hub("some/set", rows=0), "data.rows=0")
 
@@ -311,5 +315,7 @@ def test_the_text_is_a_function_of_the_seed():
 
 def test_kept_rows_are_json_lines(hub, tmp_path):
     list(Hub("some/set", rows=2).documents())
-    (kept,) = (tmp_path / "hub").iterdir()
+    (kept,) = (tmp_path / "hub").glob("*.jsonl")
     assert [json.loads(line) for line in kept.read_text().splitlines()] == ["one", " "]
+    kept.write_text('"one"\n"tw')
+    refusal(lambda: list(Hub("some/set", rows=2).documents()), "data.path=some/set", str(kept), "line 2", "delete")

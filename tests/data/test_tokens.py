@@ -1,5 +1,6 @@
 """Splits, token files, and a cache that is neither stale nor trusted blindly."""
 
+import errno
 import json
 import math
 import os
@@ -247,7 +248,9 @@ def test_the_second_run_tokenises_nothing(tmp_path):
     first = prepare(Listed(MANY), cold, context=4, cache=tmp_path)
     second = prepare(Listed(MANY), warm, context=4, cache=tmp_path)
     assert (cold.encoded, warm.encoded) == (200, 0)
-    assert first.notes == second.notes
+    (home,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    assert [note for note in first.notes if note not in second.notes] == [f"tokens: made now, kept in {home}"]
+    assert [note for note in second.notes if note not in first.notes] == [f"tokens: found in {home}"]
     assert (first.train == second.train).all()
     assert not second.train.flags.writeable
     assert isinstance(second.train, np.memmap)
@@ -280,18 +283,25 @@ def test_a_damaged_entry_is_made_again_and_remarked(name, tmp_path):
     again = prepare(Listed(MANY), Byte(), context=4, cache=tmp_path)
     assert (np.array(again.train) == np.frombuffer(next(tmp_path.glob("*/train.bin")).read_bytes(), "<u2")).all()
     assert len(again.train) + len(again.val) == sum(map(len, MANY)) + 200
-    assert any("damaged" in note for note in again.notes)
-    assert not any("damaged" in note for note in whole.notes)
+    assert any("was damaged and has been made again" in note for note in again.notes)
+    assert not any("was damaged" in note for note in whole.notes)
+    assert any(note.startswith("tokens: made now") for note in again.notes)
 
 
-def test_losing_the_race_is_no_harm(tmp_path):
+@pytest.mark.parametrize("error", [NotImplementedError(), OSError(errno.ENOLCK, ""), OSError(errno.ENOSYS, "")])
+def test_losing_the_race_is_no_harm(tmp_path, monkeypatch, error):
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr("fcntl.flock", refuse)  # a folder on which locks do not exist
+
     class Slow(Byte):
         def fit(self, documents):
             prepare(Listed(MANY), Byte(), context=4, cache=tmp_path)  # another process, done first
 
     tokens = prepare(Listed(MANY), Slow(), context=4, cache=tmp_path)
     assert len(tokens.train) + len(tokens.val) == sum(map(len, MANY)) + 200
-    assert len(list(tmp_path.iterdir())) == 1
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == ["", ".lock"]
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path):
@@ -301,7 +311,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
 
     with pytest.raises(ValueError, match="no"):
         prepare(Listed(MANY), Broken(), context=4, cache=tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="NORMLAB_CACHE"):
         prepare(Listed(MANY), Byte(), context=4, cache=tmp_path / "file")
@@ -322,4 +332,4 @@ def test_a_corpus_that_changes_meanwhile_is_refused(edit, tmp_path):
 def test_the_environment_says_where(tmp_path, monkeypatch):
     monkeypatch.setenv("NORMLAB_CACHE", str(tmp_path / "here"))
     prepare(Listed(MANY), Byte(), context=4)
-    assert len(list((tmp_path / "here").iterdir())) == 1
+    assert len(list((tmp_path / "here").glob("*/meta.json"))) == 1
