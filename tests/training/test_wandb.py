@@ -19,7 +19,8 @@ import pytest
 import wandb
 from lightning.pytorch.callbacks import Callback
 
-from tests.conftest import SMALL, environment
+from tests.conftest import SMALL
+from tests.conftest import environment as environment_of
 from training import run as run_module
 from training.wandb import WandbLog, _logged_in, flat
 
@@ -290,7 +291,9 @@ train.main()
 def watched(cwd: Path, mode: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], float]:
     """A run of two steps with `logger.mode=mode`; (how it ended, the seconds that it took)."""
     words = [*SMALL, "data=synthetic", "data.tokens=20000", "threads=1", "steps=2", f"logger.mode={mode}"]
-    known = {key: value for key, value in environment(cwd / "cache").items() if not key.lower().endswith("_proxy")}
+    known = environment_of(cwd / "cache")
+    # WANDB_MODE would settle for W&B's other clients what `logger.mode` is to settle
+    known = {key: value for key, value in known.items() if key != "WANDB_MODE" and not key.lower().endswith("_proxy")}
     started = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-c", WATCHED, *words, "hydra.run.dir=run"],
@@ -304,9 +307,9 @@ def watched(cwd: Path, mode: str, **variables: str) -> tuple[subprocess.Complete
 
 @pytest.mark.case("W05 wandb/wandb#4217, wandb/wandb#8957")
 def test_an_offline_run_opens_no_connection(tmp_path, silent):
-    """W&B's own process is not Python's to watch: it is given a proxy for every address, and nobody may call there. With
-    a key, since only then it has anything to say."""
-    proxies = {name: silent.url for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy")}
+    """W&B's own process is not Python's to watch: it is given a proxy for every address, and nobody may call there. A
+    key is at hand, as it is where somebody is logged in."""
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), silent.url)
     ended, took = watched(tmp_path, "offline", WANDB_API_KEY="0" * 40, **proxies)
     assert ended.returncode == 0 and ended.stderr == ""
     assert silent.taken == []
