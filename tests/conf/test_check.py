@@ -163,6 +163,7 @@ def test_every_axis_has_a_folder_and_every_folder_is_an_axis():
     assert folders == set(AXES) == set(defaults())
 
 
+@pytest.mark.case("H09")
 def test_a_broken_interpolation_is_found_where_nobody_reads_it():
     cfg, _ = config("optimizer.lr=${norm.nothing}")
     with pytest.raises(ValueError, match=r"optimizer\.lr.*\$\{norm\.nothing\}"):
@@ -191,7 +192,12 @@ ABSENT += ["devices=2", "trainer.devices=2", "strategy=fsdp", "trainer.strategy=
 
 
 @pytest.mark.case(
-    "R12 pytorch-lightning#17415", "N12 pytorch/pytorch#141727", "T10 litgpt PR #2124", "G09", "H02", "P10"
+    "R12 Lightning-AI/pytorch-lightning#17415",
+    "N12 pytorch/pytorch#141727",
+    "T10 Lightning-AI/litgpt PR #2124",
+    "G09",
+    "H02",
+    "P10",
 )
 @pytest.mark.parametrize("word", ABSENT)
 def test_what_is_not_there_has_no_key(word: str):

@@ -74,6 +74,7 @@ def test_equals_the_textbook(kv_heads: int, qk_norm: str, rotary: bool):
     torch.testing.assert_close(module(u[None])[0], expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.case("L07 karpathy/minGPT#75")
 def test_scores_below_any_finite_mask_stay_masked(oracle):
     """A mask of -1e4 lets a query whose own score is -15258 look into the future; -inf does not."""
     case = oracle("attention_mask_probe.json")["additive_-1e4_leak"]

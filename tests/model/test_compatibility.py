@@ -24,6 +24,7 @@ def check(names: dict[str, str], depth: int, *words: str, qk_norm: str = "full")
     return list(refusals(built, {"init": "xavier"} | names, Sizes(depth, 64, 4, 8, qk_norm=qk_norm)))
 
 
+@pytest.mark.case("P04 own arithmetic, after P03")
 def test_the_growth_of_deepnorm_on_a_pre_norm_stream(oracle):
     for depth, log10 in oracle("oracle_pre_deepnorm_growth.json")["log10_growth"].items():
         (line,) = refused("rmsnorm", "pre", "deepnorm", int(depth))
@@ -45,6 +46,7 @@ def test_the_number_of_a_refusal_is_what_the_network_does(depth: int):
     assert float(re.search(r"about 10\^([\d.]+) in all", line)[1]) == pytest.approx(growth, abs=0.5)
 
 
+@pytest.mark.case("P03", "P04")
 def test_which_cells_are_refused():
     for norm, placement, residual in cells():
         trap = norm == "batchnorm" or (residual == "deepnorm" and (placement != "post" or norm == "none"))

@@ -28,6 +28,7 @@ def allowed(norm: str, placement: str, residual: str) -> bool:
     return not list(refusals(built, names, Sizes(4, 16, 2, 8)))
 
 
+@pytest.mark.case("P11")
 @pytest.mark.parametrize("norm, placement, residual", cells())
 def test_every_cell_that_is_allowed_trains(norm: str, placement: str, residual: str):
     """Finite loss, a finite gradient for every parameter that is not zero everywhere, and one step lowers the loss."""
@@ -58,6 +59,7 @@ def test_every_cell_that_is_allowed_trains(norm: str, placement: str, residual: 
     assert loss() < before
 
 
+@pytest.mark.case("P01")
 @pytest.mark.parametrize("placement", choices("placement"))
 @pytest.mark.parametrize("residual", choices("residual"))
 def test_the_equation_is_what_the_network_computes(placement: str, residual: str):
@@ -101,6 +103,7 @@ def _evaluate(formula: str, x: torch.Tensor, branch, norms: list) -> torch.Tenso
     return eval(text, {"x": x, "F": branch.function, "N": lambda v: next(inner_first)(v), **scalars})
 
 
+@pytest.mark.case("L07")
 @pytest.mark.parametrize("placement", choices("placement"))
 @pytest.mark.parametrize("norm", [n for n in choices("norm") if n != "none"])
 @pytest.mark.parametrize("training", [True, False])

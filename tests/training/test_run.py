@@ -40,6 +40,7 @@ def same(a, b, rel: float) -> None:
             np.testing.assert_allclose(b[key], value, rtol=rel, atol=1e-9, err_msg=key)
 
 
+@pytest.mark.case("G04 Lightning-AI/pytorch-lightning PR #16745", "R11 open-retina/open-retina PR #186", "L06")
 def test_the_record_keeps_its_contract(run):
     records, summary = run(*LONG, "clip=0.7", "optimizer.lr=1e-2")
     assert [r["step"] for r in steps(records)] == list(range(1, 61))
@@ -81,6 +82,7 @@ def test_the_record_keeps_its_contract(run):
     assert read(directory).layers["block"].shape == (10, 2)
 
 
+@pytest.mark.case("P08", "N02", "P02")
 def test_what_is_said_before_the_first_step(run, capsys):
     """The equation, its constants, the initial std by matrix and role, and what is known to fail."""
     run("steps=1", "recipe=deepnorm", "model.depth=8", "norm=layernorm")
@@ -97,6 +99,7 @@ def test_what_is_said_before_the_first_step(run, capsys):
     assert "note         post-norm without warm-up seldom trains" in capsys.readouterr().out
 
 
+@pytest.mark.case("L01", "T04")
 def test_accumulation_does_not_change_the_result(run):
     """1e-5: sums of 128 float32 terms in another order differ by about 1e-6 of themselves."""
     one, _ = run("steps=8", "log_every=1")
@@ -105,6 +108,7 @@ def test_accumulation_does_not_change_the_result(run):
         same(a, b, 1e-5)
 
 
+@pytest.mark.case("G03 Lightning-AI/pytorch-lightning#18669", "G10 simchowitzlabpublic/nano-world-model PR #22")
 def test_the_logged_norms_are_autograds_and_before_clipping(run):
     """The same weights and windows outside the product: composed, drawn and differentiated here."""
     records, _ = run("steps=1", "clip=0.01")
@@ -123,6 +127,7 @@ def test_the_logged_norms_are_autograds_and_before_clipping(run):
     assert record["clip_coefficient"] == pytest.approx(0.01 / total, rel=1e-4)
 
 
+@pytest.mark.case("G02", "G03")
 def test_clipping_scales_the_gradient_that_the_optimizer_sees(run, monkeypatch):
     seen = []
 
@@ -141,6 +146,7 @@ def test_clipping_scales_the_gradient_that_the_optimizer_sees(run, monkeypatch):
     assert all(record["grad_norm"]["total"] > 0.05 for record in steps(records))
 
 
+@pytest.mark.case("T08 Lightning-AI/pytorch-lightning#6988")
 def test_validation_logging_and_saving_leave_the_training_alone(run):
     often, _ = run("steps=12", "val_every=1", "log_every=1", "save_every=1", "model.dropout=0.2")
     never, _ = run("steps=12", "val_every=99", "log_every=5", "save_every=99", "model.dropout=0.2")
@@ -224,6 +230,12 @@ def poisoned(monkeypatch, *args, **words) -> None:
     monkeypatch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, added], **k))
 
 
+@pytest.mark.case(
+    "L04 huggingface/trl#6702, huggingface/transformers#13758",
+    "L05 mmcdermott/MEDS_EIC_AR#22",
+    "L06 Lightning-AI/pytorch-lightning#1008",
+    "P09",
+)
 @pytest.mark.parametrize("layer, first", [(1, 12), (2, 20)])
 @pytest.mark.parametrize("log_every", [1, 4])
 def test_a_run_that_is_not_finite_stops_and_says_where(run, monkeypatch, layer: int, first: int, log_every: int):
@@ -242,6 +254,7 @@ def test_a_run_that_is_not_finite_stops_and_says_where(run, monkeypatch, layer: 
     json.loads((summary["directory"] / "summary.json").read_text(), parse_constant=pytest.fail)  # no bare NaN
 
 
+@pytest.mark.case("G13 Lightning-AI/pytorch-lightning#9799", "L04")
 def test_a_single_step_that_is_not_finite_is_skipped_and_counted(run, monkeypatch):
     words = ["steps=60", "optimizer.lr=3e-2", "data.concentration=0.05", "data.symbols=8"]
     clean, _ = run(*words)
@@ -254,6 +267,7 @@ def test_a_single_step_that_is_not_finite_is_skipped_and_counted(run, monkeypatc
     assert [r["lr"] for r in steps(records)] == [r["lr"] for r in steps(clean)]
 
 
+@pytest.mark.case("L05", "L06")
 def test_a_loss_far_above_its_start_ends_the_run(run):
     words = ["optimizer.lr=10", "clip=0", "schedule=constant", "schedule.warmup=0", "steps=100", "placement=pre"]
     records, summary = run(*words)
@@ -286,6 +300,7 @@ def test_a_skipped_step_leaves_running_statistics_alone(run, monkeypatch):
     assert all(math.isfinite(r["val_loss"]) for r in records if "val_loss" in r)
 
 
+@pytest.mark.case("H04")
 def test_a_directory_that_holds_a_run_is_not_written_into(run):
     _, summary = run("steps=2")
     before = (summary["directory"] / "metrics.jsonl").read_bytes()
@@ -330,6 +345,7 @@ def test_a_resume_sees_the_same_text_with_the_same_threads(run, tmp_path):
     assert json.loads((where / "environment.json").read_text())["threads"] == 2
 
 
+@pytest.mark.case("L01 huggingface/transformers#24725, huggingface/transformers PR #34191")
 def test_validation_weighs_windows_not_batches(run):
     """50 windows in batches of 16: the last batch has 2."""
     split, _ = run("steps=1", "data.val_windows=50")
@@ -364,6 +380,7 @@ class Kick(Callback):
             os.kill(os.getpid(), number)  # in the first micro-batch of the step
 
 
+@pytest.mark.case("R01", "R02", "R05", "R09 Lightning-AI/pytorch-lightning#19916")
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_after_its_step_and_it_resumes_exactly(run, monkeypatch, number: int, code: int):
     words = ["steps=20", "val_every=6", "model.dropout=0.1", "accumulate=2"]
@@ -389,6 +406,7 @@ def test_a_resume_that_would_change_the_numbers_is_refused(run):
         run("steps=4", "optimizer.lr=2e-3", f"resume={summary['directory']}", directory=summary["directory"])
 
 
+@pytest.mark.case("R06", "R11")
 def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_used(run, capsys):
     words = ["steps=12", "val_every=4", "model.dropout=0.1"]
     unbroken, summary = run(*words)
@@ -410,6 +428,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_used(run, capsys
         run_module.resume_point(where, resuming=True)
 
 
+@pytest.mark.case("N07")
 def test_float64_and_bf16_mixed_run(run):
     double, _ = run("steps=2", "precision=fp64")
     single, _ = run("steps=2", "precision=fp32")
@@ -426,6 +445,7 @@ def test_every_choice_of_every_axis_composes_and_passes_the_type_check():
             assert plain(f"{axis}={choice}")
 
 
+@pytest.mark.case("L06")
 def test_pace_never_saves_weights_that_are_not_finite(run):
     _, summary = run("steps=2")
     pace = Pace(summary["directory"] / "elsewhere", None, val_every=1, save_every=1)
@@ -452,7 +472,7 @@ def broken_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
     monkeypatch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, Kick(step, number)], **k))
 
 
-@pytest.mark.case("G01 pytorch-lightning#9205", "G02 pytorch-lightning#9330", "G13", "N07")
+@pytest.mark.case("G01 Lightning-AI/pytorch-lightning#9205", "G02 Lightning-AI/pytorch-lightning#9330", "G13", "N07")
 def test_no_precision_scales_the_gradient(run, monkeypatch):
     """Norms and clipping are those of the true gradient in every precision: none has a loss scale that would have to be
     taken back. bfloat16 keeps 8 bits, 4e-3 an operation, and some twenty operations lie behind a norm: 5e-2."""
@@ -477,7 +497,7 @@ def test_no_precision_scales_the_gradient(run, monkeypatch):
     same(double["grad_norm"], mixed["grad_norm"], 5e-2)
 
 
-@pytest.mark.case("G06 pytorch-lightning#272", "T08")
+@pytest.mark.case("G06 Lightning-AI/pytorch-lightning#272", "T08")
 def test_every_norm_is_told_also_right_after_a_validation(run):
     often, _ = run("steps=12", "val_every=5", "log_every=1")
     never, _ = run("steps=12", "val_every=99", "log_every=1")
@@ -488,7 +508,7 @@ def test_every_norm_is_told_also_right_after_a_validation(run):
     assert steps(often) == steps(never)
 
 
-@pytest.mark.case("G08 pytorch-lightning#21808", "T04")
+@pytest.mark.case("G08 Lightning-AI/pytorch-lightning#21808", "T04")
 def test_a_text_shorter_than_a_step_fills_every_window_of_it(run):
     """Some ten windows of text, 16 in a step: no end of the text ends a step, and each gradient is the mean of all 8
     micro-batches. 1e-5: sums of 128 float32 terms in another order differ by about 1e-6 of themselves."""
@@ -502,7 +522,7 @@ def test_a_text_shorter_than_a_step_fills_every_window_of_it(run):
     assert kept["global_step"] == 9
 
 
-@pytest.mark.case("T03 pytorch-lightning#6948", "T04 pytorch-lightning#831", "T01")
+@pytest.mark.case("T03 Lightning-AI/pytorch-lightning#6948", "T04 Lightning-AI/pytorch-lightning#831", "T01")
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_every_axis_counts_optimizer_steps(run, oracle, accumulate: int):
     """Row r (counted from 0) is step r + 1; nine significant digits are written."""
@@ -522,7 +542,7 @@ def test_every_axis_counts_optimizer_steps(run, oracle, accumulate: int):
     assert kept["global_step"] == summary["steps_done"] == 100
 
 
-@pytest.mark.case("R05 pytorch-lightning#4655", "R02 pytorch-lightning#19815")
+@pytest.mark.case("R05 Lightning-AI/pytorch-lightning#4655", "R02 Lightning-AI/pytorch-lightning#19815")
 @pytest.mark.parametrize("step", [7, 15])
 def test_the_learning_rate_goes_on_where_it_was(run, monkeypatch, step: int):
     """Stopped within the warm-up of 10 steps, and within the decay after it."""
@@ -550,7 +570,7 @@ def test_the_first_step_moves_every_parameter(run, monkeypatch):
     assert [name for name, value in start.items() if torch.equal(value, kept["state_dict"][f"model.{name}"])] == []
 
 
-@pytest.mark.case("R06 pytorch-lightning#688")
+@pytest.mark.case("R06 Lightning-AI/pytorch-lightning#688")
 def test_a_save_that_is_cut_short_leaves_the_checkpoint_before_it(run):
     _, summary = run("steps=2")
     folder = summary["directory"] / "checkpoints"
@@ -663,7 +683,11 @@ def test_a_record_costs_one_transfer_whatever_the_depth(run, monkeypatch, depth:
     assert [count for count in told if count] == [1, 9, 10]
 
 
-@pytest.mark.case("G09 pytorch/torchtitan#766", "H02 pytorch-lightning PR #11617", "P11 pytorch-lightning#6706")
+@pytest.mark.case(
+    "G09 pytorch/torchtitan#766",
+    "H02 Lightning-AI/pytorch-lightning PR #11617",
+    "P11 Lightning-AI/pytorch-lightning#6706",
+)
 def test_a_run_is_one_process_on_one_device(run, monkeypatch):
     """So that a norm is never a shard's, no child starts a sweep again, and no wrapper asks for every gradient."""
     trainers, original = [], run_module._trainer

@@ -41,7 +41,7 @@ def test_it_never_asks_for_a_key(tmp_path, monkeypatch):
             WandbLog(tmp_path, "a name", {}, mode=mode)
 
 
-@pytest.mark.case("G11 pytorch-lightning#1462, wandb/wandb#4759")
+@pytest.mark.case("G11 Lightning-AI/pytorch-lightning#1462, wandb/wandb#4759")
 @pytest.mark.parametrize("depth, layers, parted", [(2, 2, True), (32, 32, True), (33, 33, False), (128, 128, False), (1000, 128, False)])  # fmt: skip
 def test_layers_are_numbered_and_few_enough_for_a_browser(depth: int, layers: int, parted: bool):
     keys = flat(record(depth))
