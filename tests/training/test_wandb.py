@@ -273,10 +273,12 @@ def silent() -> Iterator[Silent]:
 
 # reports whatever Python looks up or connects to beyond this machine; waits a second, not eight, for a server
 WATCHED = r"""
-import os, sys
+import os, socket, sys
+
+HERE = (None, "", "localhost", "127.0.0.1", "::1", socket.gethostname())
 
 def watch(event, args):
-    if event == "socket.getaddrinfo" and args[0] not in (None, "localhost", "127.0.0.1", "::1"):
+    if event == "socket.getaddrinfo" and args[0] not in HERE:
         os.write(2, f"looks up {args[0]}\n".encode())
     if event == "socket.connect" and isinstance(args[1], tuple) and not args[1][0].startswith(("127.", "::1")):
         os.write(2, f"connects to {args[1]}\n".encode())
