@@ -34,6 +34,7 @@ def test_depth_pre_norm_trains(tmp_path):
     assert run.summary["final_loss"] < run.summary["unigram_entropy"] - 0.1
 
 
+@pytest.mark.case("P08 pytorch/pytorch#55270")
 def test_depth_post_norm_stalls_and_says_why(tmp_path):
     run = deep(tmp_path, "placement=post")
     first = run.layers["block"][:, 0]
@@ -43,6 +44,7 @@ def test_depth_post_norm_stalls_and_says_why(tmp_path):
     assert "gradient norm of layer 1 went from" in run.summary["reason"]
 
 
+@pytest.mark.case("P02")
 def test_depth_deepnorm_trains_with_an_even_gradient(tmp_path):
     run = deep(tmp_path, "recipe=deepnorm")
     block = run.layers["block"]

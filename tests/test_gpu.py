@@ -38,6 +38,7 @@ def test_gpu_in_float32_equals_the_cpu(run, monkeypatch):
     assert losses(gpu) == pytest.approx(losses(cpu), rel=1e-4)
 
 
+@pytest.mark.case("N07")
 @pytest.mark.parametrize("norm", [name for name in choices("norm") if name != "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gpu_norms_equal_the_cpu_and_are_dispatched_to_fused_kernels(norm: str, dtype: torch.dtype):
@@ -50,6 +51,7 @@ def test_gpu_norms_equal_the_cpu_and_are_dispatched_to_fused_kernels(norm: str, 
     torch.testing.assert_close(on_gpu, module.cpu()(x), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.case("G13")
 def test_gpu_skips_a_step_that_is_not_finite_on_the_device():
     model = network().cuda()
     optimizer = adamw(model, lr=0.1)
@@ -61,6 +63,7 @@ def test_gpu_skips_a_step_that_is_not_finite_on_the_device():
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
 
 
+@pytest.mark.case("W07")
 def test_gpu_measures_clips_and_guards_without_synchronising(run, monkeypatch):
     """Between two log steps whatever fetched a number from the device would raise, in the task and in the recorder."""
     original, guarded = Task.configure_gradient_clipping, []

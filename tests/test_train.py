@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from scripts import generate
 from tests.conftest import ROOT, SMALL, environment
 
 WORDS = [*SMALL, "data=synthetic", "data.tokens=20000", "threads=1"]
@@ -92,6 +94,7 @@ def test_resume_of_a_finished_run_adds_nothing(first):
     assert (directory / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.case("H01 facebookresearch/hydra#2284")
 def test_a_sweep_goes_on_after_a_job_that_is_refused(tmp_path: Path):
     words = [word for word in WORDS if word not in ("threads=1", "model.heads=2")]
     words += ["steps=3", "norm=rmsnorm,layernorm", "model.heads=3,2", "hydra.sweep.dir=sweep"]
@@ -140,6 +143,7 @@ def wait_for(pattern: str, cwd: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.case("R09")
 def test_a_signal_ends_the_whole_sweep(tmp_path: Path):
     words = [*WORDS, "steps=100000", "logger=none", "seed=1,2,3", "hydra.sweep.dir=sweep"]
     process = start("-m", *words, cwd=tmp_path)
@@ -170,3 +174,50 @@ def test_a_signal_while_starting_is_recorded_and_the_run_starts_when_resumed(tmp
     ended = command("train.py", "resume=run", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps_done"] == 3
+
+
+@pytest.mark.case("L05", "H01")
+def test_a_sweep_goes_on_after_a_job_that_diverged(tmp_path: Path):
+    """lr=1e30 leaves no finite weight after a step or two; clipping cannot help, since Adam divides by the gradient."""
+    words = [
+        *WORDS,
+        "logger=none",
+        "steps=30",
+        "optimizer.lr=1e-3,1e30,2e-3",
+        "schedule=constant",
+        "hydra.sweep.dir=sweep",
+    ]
+    ended = command("train.py", "-m", *words, cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    summaries = [json.loads((tmp_path / "sweep" / job / "summary.json").read_text()) for job in "012"]
+    assert [summary["verdict"] for summary in summaries] == ["too_short", "diverged", "too_short"]
+    assert summaries[1]["first_bad_step"] and summaries[1]["steps_done"] < 30
+    for job, summary in zip("012", summaries, strict=True):
+        state = torch.load(tmp_path / "sweep" / job / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        assert all(torch.isfinite(value).all() for value in state.values()), summary
+
+
+@pytest.mark.case("H04 facebookresearch/hydra#1607")
+@pytest.mark.parametrize("kind", ["run", "sweep"])
+def test_runs_that_start_together_have_folders_of_their_own(tmp_path: Path, kind: str):
+    """Four at the same moment; most of them, if not all, in the same second."""
+    asked = [sys.executable, str(ROOT / "train.py"), "--cfg", "hydra", "-p", f"hydra.{kind}.dir", "--resolve"]
+    together = {"cwd": tmp_path, "env": environment(tmp_path), "text": True, "stdout": subprocess.PIPE}
+    said = [process.communicate(timeout=120)[0] for process in [subprocess.Popen(asked, **together) for _ in range(4)]]
+    names = [re.search(r"^(runs/\S+)$", text, re.M)[1] for text in said]
+    assert len(set(names)) == 4
+
+
+@pytest.mark.case("D13")
+def test_generation_starts_where_a_document_starts(first, monkeypatch, capsys):
+    """Behind an end token, which stands before every document in training."""
+    _, directory, _ = first
+    prompts, original = [], generate.sample
+    monkeypatch.setattr(
+        generate, "sample", lambda model, prompt, *a, **k: prompts.append(prompt) or original(model, prompt, *a, **k)
+    )
+    assert generate.main([str(directory), "ab", "--length", "1"]) == 0
+    assert generate.main([str(directory), "--length", "1"]) == 0
+    capsys.readouterr()
+    assert [prompt.tolist() for prompt in prompts] == [[256, *b"ab"], [256]]

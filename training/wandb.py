@@ -4,6 +4,7 @@
 import netrc
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
@@ -47,6 +48,8 @@ class WandbLog:
     def __init__(
         self, directory: Path, name: str, config: dict[str, Any], *, mode: Mode = "auto", project: str = "normlab"
     ) -> None:
+        # W&B reports on itself at the end of a process, offline too, and waits seconds for an answer
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         known = _logged_in(wandb.Settings().base_url)
@@ -62,24 +65,38 @@ class WandbLog:
             "project": project,
             "config": config,
             "settings": settings,
+            "reinit": "create_new",  # never the run of a job before, should that have ended without `finish`
         }
-        self._wandb = wandb
+        self._wandb, self._lost = wandb, False
         try:
             self.run = wandb.init(mode=chosen, **start)
-        except wandb.errors.CommError as error:
+        except wandb.errors.Error as error:
             print(f"W&B cannot be reached ({str(error).splitlines()[0]}): this run is logged offline")
+            wandb.teardown()  # W&B's own process still holds the run's id, and would refuse it
             self.run = wandb.init(mode="offline", **start | {"resume": None})
 
     def record(self, record: dict[str, Any]) -> None:
         """One line of metrics.jsonl."""
-        self.run.log(flat(record), step=record["step"])
+        numbers = flat(record)
+        self._try(lambda: self.run.log(numbers, step=record["step"]))
 
     def image(self, key: str, path: Path) -> None:
-        self.run.log({key: self._wandb.Image(str(path))})
+        self._try(lambda: self.run.log({key: self._wandb.Image(str(path))}))
 
     def finish(self, summary: dict[str, Any], exit_code: int) -> None:
-        self.run.summary.update(summary)
-        self.run.finish(exit_code=exit_code)
+        self._try(lambda: self.run.summary.update(summary))
+        self._try(lambda: self.run.finish(exit_code=exit_code))
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        """W&B's own process may die in the middle of a run, which then goes on without it."""
+        if self._lost:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._lost = True
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            print(f"W&B takes no more of this run ({said}): metrics.jsonl has all of it")
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:

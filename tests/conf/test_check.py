@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from conf.check import check, check_network, nearest
@@ -54,6 +55,8 @@ ANSWERS = {
     "steps=twelve": ["steps", "'twelve'"],
     "model.qk_norm=true": ["model.qk_norm", "'head'"],
     "precision=fp16": ["precision", "'bf16-mixed'"],
+    "model.vocab_size=100": ["model.vocab_size"],
+    "residual=deepnorm": ["placement=pre", "residual=deepnorm", "recipe=deepnorm"],
     "norm=batchnorm": ["norm=batchnorm", "future", "allow_unstable=true"],
     "batch=10 accumulate=3": ["batch=10", "3"],
     "optimizer.betas=[0.9]": ["optimizer.betas"],
@@ -80,6 +83,10 @@ ANSWERS = {
 }
 
 
+@pytest.mark.case(
+    "H05 facebookresearch/hydra#1912", "H06 facebookresearch/hydra#1457", "H07 facebookresearch/hydra#1897"
+)
+@pytest.mark.case("H09 facebookresearch/hydra#2848", "L10", "P03 microsoft/torchscale@4d1e0e8", "P04", "G01", "N09")
 @pytest.mark.parametrize("line", ANSWERS)
 def test_a_bad_command_line_gets_one_line(line: str, tmp_path: Path):
     """The limit of three seconds is the contract's on an idle machine; here it is only that nothing heavy was loaded."""
@@ -156,9 +163,57 @@ def test_every_axis_has_a_folder_and_every_folder_is_an_axis():
     assert folders == set(AXES) == set(defaults())
 
 
+@pytest.mark.case("H09")
 def test_a_broken_interpolation_is_found_where_nobody_reads_it():
     cfg, _ = config("optimizer.lr=${norm.nothing}")
     with pytest.raises(ValueError, match=r"optimizer\.lr.*\$\{norm\.nothing\}"):
+        check(cfg)
+
+
+@pytest.mark.case("H06")
+@pytest.mark.parametrize("axis", [axis for axis in AXES if axis != "recipe"])
+def test_no_node_takes_a_key_that_it_does_not_know(axis: str):
+    for choice in choices(axis):
+        cfg, _ = config()
+        node = {k: v for k, v in OmegaConf.load(ROOT / "conf" / axis / f"{choice}.yaml").items() if k != "defaults"}
+        OmegaConf.update(cfg, axis, node | {"nonsense": 1}, merge=False)
+        with pytest.raises(ValueError, match=rf"{axis}\.nonsense is no knob of"):
+            check_network(check(cfg))
+
+
+ABSENT = [
+    "compile=true",
+    "model.compile=true",
+    "trainer.compile=true",
+    "deterministic=true",
+    "trainer.deterministic=true",
+]
+ABSENT += ["devices=2", "trainer.devices=2", "strategy=fsdp", "trainer.strategy=ddp", "num_nodes=2"]
+
+
+@pytest.mark.case(
+    "R12 Lightning-AI/pytorch-lightning#17415",
+    "N12 pytorch/pytorch#141727",
+    "T10 Lightning-AI/litgpt PR #2124",
+    "G09",
+    "H02",
+    "P10",
+)
+@pytest.mark.parametrize("word", ABSENT)
+def test_what_is_not_there_has_no_key(word: str):
+    """Neither on the command line nor behind the + that Hydra's own hint would offer."""
+    with pytest.raises(ConfigCompositionException):
+        config(word)
+    cfg, _ = config(f"+{word}")
+    with pytest.raises(ValueError, match=r"is no (key of the config|knob of)"):
+        check(cfg)
+
+
+@pytest.mark.case("G01", "N09 fla-org/flame#47", "P09")
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true", "fp16", "bf16-true", "bf16", "16", "half"])
+def test_no_precision_has_weights_or_gradients_of_16_bits(precision: str):
+    cfg, _ = config(f"precision={precision}")
+    with pytest.raises(ValueError, match=r"precision=.* should be 'auto', 'fp32', 'bf16-mixed' or 'fp64'"):
         check(cfg)
 
 

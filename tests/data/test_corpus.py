@@ -104,6 +104,7 @@ def test_python_on_this_machine_is_a_few_megabytes():
 # Files
 
 
+@pytest.mark.case("D08 nshepperd/gpt-2 PR #39")
 @needs_cases
 @pytest.mark.parametrize("name, byte", [("latin1.txt", "byte 3 "), ("truncated_utf8.txt", "byte 36 ")])
 def test_what_is_not_utf8_is_refused_with_file_and_byte(name: str, byte: str):
@@ -117,6 +118,7 @@ def test_the_encoding_can_be_given():
     refusal(lambda: Files(paths=["x"], encoding="utf-9"), "data.encoding", "utf-9")
 
 
+@pytest.mark.case("D07 huggingface/datasets#870")
 @needs_cases
 @pytest.mark.parametrize("name", ["nul_control.txt", "special_tokens.txt", "tiny_vocab.txt", "wide_alphabet.txt"])
 def test_text_is_kept_byte_for_byte(name: str):
@@ -124,11 +126,13 @@ def test_text_is_kept_byte_for_byte(name: str):
     assert text.encode() == (CASES / name).read_bytes()
 
 
+@pytest.mark.case("D07")
 def test_line_ends_are_kept(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa\r\nb\rc\n\n")
     assert read(paths=[str(tmp_path / "a.txt")]) == ["\ufeffa\r\nb\rc\n\n"]
 
 
+@pytest.mark.case("D16")
 @needs_cases
 @pytest.mark.parametrize("name", ["empty.txt", "blank_only.txt"])
 def test_blank_documents_are_dropped_and_counted(name: str):
@@ -138,6 +142,7 @@ def test_blank_documents_are_dropped_and_counted(name: str):
     assert name in corpus.describe_dropped()
 
 
+@pytest.mark.case("D16 huggingface/datasets, own measurement")
 @needs_cases
 def test_a_json_line_without_text_is_refused_or_skipped_and_counted():
     path = str(CASES / "mixed_docs.jsonl")
@@ -149,6 +154,7 @@ def test_a_json_line_without_text_is_refused_or_skipped_and_counted():
         assert f"mixed_docs.jsonl:{line}" in corpus.describe_dropped()
 
 
+@pytest.mark.case("D08", "D16")
 @pytest.mark.parametrize(
     "line, words",
     [
@@ -270,6 +276,7 @@ def test_offline_is_said_within_seconds(monkeypatch, tmp_path, rows):
     assert time.monotonic() - start < 5
 
 
+@pytest.mark.case("D07")
 def test_a_plain_text_file_of_a_dataset_keeps_its_lines(monkeypatch, tmp_path):
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "input.txt").write_text("First Citizen:\n\nSpeak, speak.\n")

@@ -34,6 +34,7 @@ def test_each_choice_says_what_it_is(path: Path):
     assert built.name == path.stem
 
 
+@pytest.mark.case("D07", "D10")
 @pytest.mark.parametrize("text", ["", "plain", AWKWARD, "".join(map(chr, range(0x300)))])
 def test_decode_undoes_encode_and_no_text_makes_an_end(tokenizer: Tokenizer, text: str):
     for again in (tokenizer, from_json(tokenizer.to_json())):
@@ -45,6 +46,7 @@ def test_decode_undoes_encode_and_no_text_makes_an_end(tokenizer: Tokenizer, tex
         assert (again.vocab, again.end, again.name) == (tokenizer.vocab, tokenizer.end, tokenizer.name)
 
 
+@pytest.mark.case("D07", "D10 huggingface/transformers PR #25081")
 @needs_cases
 @pytest.mark.parametrize(
     "name",
@@ -68,6 +70,7 @@ def test_an_end_is_nothing_and_half_a_character_a_replacement(tokenizer: Tokeniz
         Byte().encode("\ud800")
 
 
+@pytest.mark.case("D11 google/sentencepiece#730")
 @needs_cases
 @pytest.mark.parametrize("asked, got", [(5000, 277), (100, 257)])
 def test_the_real_size_is_known_and_said(asked: int, got: int):

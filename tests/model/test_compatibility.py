@@ -3,11 +3,12 @@
 import re
 
 import pytest
+import torch
 
 import train
 from model.compatibility import refusals
 from model.sizes import Sizes
-from tests.conftest import cells, plain
+from tests.conftest import cells, network, plain
 
 
 def refused(norm: str, placement: str, residual: str, depth: int) -> list[str]:
@@ -23,6 +24,7 @@ def check(names: dict[str, str], depth: int, *words: str, qk_norm: str = "full")
     return list(refusals(built, {"init": "xavier"} | names, Sizes(depth, 64, 4, 8, qk_norm=qk_norm)))
 
 
+@pytest.mark.case("P04 own arithmetic, after P03")
 def test_the_growth_of_deepnorm_on_a_pre_norm_stream(oracle):
     for depth, log10 in oracle("oracle_pre_deepnorm_growth.json")["log10_growth"].items():
         (line,) = refused("rmsnorm", "pre", "deepnorm", int(depth))
@@ -30,6 +32,21 @@ def test_the_growth_of_deepnorm_on_a_pre_norm_stream(oracle):
         assert "placement=pre" in line and "residual=deepnorm" in line and "recipe=deepnorm" in line
 
 
+@pytest.mark.case("P04")
+@pytest.mark.parametrize("depth", [4, 12, 24])
+def test_the_number_of_a_refusal_is_what_the_network_does(depth: int):
+    """alpha^(2 depth) alone would carry the embedding; what the branches add, of order 1 beside it, moves it by less than a
+    factor of 3."""
+    model = network("residual=deepnorm", f"model.depth={depth}", "model.dim=64")
+    x = embedding = model.embed(torch.arange(8)[None])
+    for block in model.blocks:
+        x = block(x)
+    growth = (x.double().norm() / embedding.double().norm()).log10().item()
+    (line,) = refused("rmsnorm", "pre", "deepnorm", depth)
+    assert float(re.search(r"about 10\^([\d.]+) in all", line)[1]) == pytest.approx(growth, abs=0.5)
+
+
+@pytest.mark.case("P03", "P04")
 def test_which_cells_are_refused():
     for norm, placement, residual in cells():
         trap = norm == "batchnorm" or (residual == "deepnorm" and (placement != "post" or norm == "none"))

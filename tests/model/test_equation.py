@@ -38,6 +38,7 @@ def test_coefficients_appear_by_their_letters():
     assert equation(built.placement, deepnorm, 3) == "x <- N(alpha x + F(x));  logits = W x"
 
 
+@pytest.mark.case("P01 labmlai/annotated_deep_learning_paper_implementations#145")
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_published_block_outputs(oracle, norm: str):
     case = oracle("oracle_block_forward.json")

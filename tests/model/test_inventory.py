@@ -32,6 +32,7 @@ def test_the_parts_of_a_full_network():
     assert names == dict.fromkeys(["q", "k", "v", "o", "up", "gate", "down"], 1)
 
 
+@pytest.mark.case("G15")
 def test_a_tied_matrix_counts_once_as_embed():
     entries = inventory(network("model.tied=true"))
     assert [e.name for e in entries if e.part == "embed"] == ["embed.token"]

@@ -70,12 +70,14 @@ def test_equals_its_equation_forward_and_backward(name: str, eps: float):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.case("N02 pytorch/pytorch#155527", "N13 pytorch/pytorch PR #173039")
 @pytest.mark.parametrize("name", NAMES)
 def test_one_explicit_eps_for_all(name: str):
     assert plain(f"norm={name}")["norm"]["eps"] == 1e-6
     assert build(name).eps == 1e-6
 
 
+@pytest.mark.case("N06")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtype_out_is_dtype_in_with_float32_weights(name: str, dtype: torch.dtype):
@@ -83,6 +85,7 @@ def test_dtype_out_is_dtype_in_with_float32_weights(name: str, dtype: torch.dtyp
     assert module(torch.randn(2, 3, DIM).to(dtype)).dtype == dtype
 
 
+@pytest.mark.case("N01 meta-llama/llama#1048, pytorch/pytorch PR #133085")
 @pytest.mark.parametrize("name", NAMES)
 def test_statistics_are_worked_in_at_least_float32(name: str):
     """300^2 = 90000 is inf in float16; squared there, RMSNorm would give 0 for a row whose answer is +-1."""
@@ -104,6 +107,29 @@ def test_a_row_of_zeros_gives_finite_gradients(name: str):
     assert all(torch.isfinite(p.grad).all() for p in module.parameters())
 
 
+@pytest.mark.case("N07 pytorch/pytorch#167308", "N06")
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_kernel_is_given_one_dtype(name: str, dtype: torch.dtype, monkeypatch):
+    """Weights of float32 and an input of bfloat16 would leave the fused kernel for a slow one, on some devices for a wrong
+    one."""
+    seen = []
+
+    def watched(original):
+        def call(x, shape, *args, **words):
+            seen.append({each.dtype for each in (x, *args, *words.values()) if isinstance(each, Tensor)})
+            return original(x, shape, *args, **words)
+
+        return call
+
+    for kernel in ("rms_norm", "layer_norm"):
+        monkeypatch.setattr(norms.F, kernel, watched(getattr(norms.F, kernel)))
+    build(name)(torch.randn(2, 3, DIM).to(dtype))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert seen == [{wide}] * len(seen)
+    assert seen or name in ("learnable_eps_rmsnorm", "partial_rmsnorm", "batchnorm")  # written out: no fused kernel
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_autocast_leaves_statistics_and_dtype_alone(name: str):
     module, x = build(name), torch.randn(2, 3, DIM) * 100
@@ -113,6 +139,7 @@ def test_autocast_leaves_statistics_and_dtype_alone(name: str):
     torch.testing.assert_close(inside, module(x))
 
 
+@pytest.mark.case("N02")
 def test_published_rows(oracle):
     for row in oracle("oracle_norms.json")["rows"]:
         x = torch.tensor(row["x"], dtype=torch.float64)
@@ -124,6 +151,7 @@ def test_published_rows(oracle):
             torch.testing.assert_close(module(x), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.case("N01", "N05 google/gemma_pytorch PR #67, huggingface/transformers#33133")
 def test_the_other_published_cases(oracle):
     """Float16 overflow, and the cast order: multiply in float32, then cast (order B; Gemma, Qwen3.5, torch)."""
     overflow = oracle("oracle_fp16_overflow.json")
@@ -141,6 +169,7 @@ def test_the_other_published_cases(oracle):
     assert torch.equal(zero_centred(x.bfloat16()).float(), want)
 
 
+@pytest.mark.case("N05")
 def test_zero_centred_gain_is_added_in_float32(oracle):
     case = oracle("oracle_weight_decay.json")["one_plus_w_bf16"]
     module = norms.ZeroRMSNorm(1, eps=0.0).bfloat16()

@@ -18,6 +18,7 @@ def matrices(model) -> dict[str, list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.case("P02 facebookresearch/xformers PR #284", "P06 huggingface/transformers#47458, karpathy/llama2.c#579")
 def test_published_constants(oracle):
     for depth, case in oracle("oracle_deepnorm.json")["by_layers"].items():
         n = int(depth)
@@ -43,6 +44,7 @@ def test_alpha_times_beta_is_the_same_at_every_depth(depth: int):
     assert residual.alpha * residual.gains["carry"] == pytest.approx(0.25**0.25, rel=1e-14)
 
 
+@pytest.mark.case("P02", "P06")
 @pytest.mark.parametrize(
     "residual, ffn, expected",
     [

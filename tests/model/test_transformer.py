@@ -28,6 +28,7 @@ def allowed(norm: str, placement: str, residual: str) -> bool:
     return not list(refusals(built, names, Sizes(4, 16, 2, 8)))
 
 
+@pytest.mark.case("P11")
 @pytest.mark.parametrize("norm, placement, residual", cells())
 def test_every_cell_that_is_allowed_trains(norm: str, placement: str, residual: str):
     """Finite loss, a finite gradient for every parameter that is not zero everywhere, and one step lowers the loss."""
@@ -58,6 +59,7 @@ def test_every_cell_that_is_allowed_trains(norm: str, placement: str, residual: 
     assert loss() < before
 
 
+@pytest.mark.case("P01")
 @pytest.mark.parametrize("placement", choices("placement"))
 @pytest.mark.parametrize("residual", choices("residual"))
 def test_the_equation_is_what_the_network_computes(placement: str, residual: str):
@@ -101,6 +103,7 @@ def _evaluate(formula: str, x: torch.Tensor, branch, norms: list) -> torch.Tenso
     return eval(text, {"x": x, "F": branch.function, "N": lambda v: next(inner_first)(v), **scalars})
 
 
+@pytest.mark.case("L07")
 @pytest.mark.parametrize("placement", choices("placement"))
 @pytest.mark.parametrize("norm", [n for n in choices("norm") if n != "none"])
 @pytest.mark.parametrize("training", [True, False])
@@ -151,6 +154,38 @@ def test_a_model_preset_chooses_its_axes_and_the_command_line_wins():
     assert recipe["ffn"]["_target_"].endswith(".MLP") and recipe["position"]["_target_"].endswith("Rotary")
     assert plain("recipe=deepnorm", "init=normal")["init"]["_target_"].endswith("Normal")
     assert recipe["placement"]["places"] == ["sum"] and recipe["residual"]["_target_"].endswith("deepnorm")
+
+
+@pytest.mark.case("G15 karpathy/nanoGPT PR #21, Modalities/modalities#357")
+def test_a_tied_matrix_learns_from_both_ends():
+    """Its gradient is the sum of those that embedding and head have apart. float64, some hundred terms: 1e-12."""
+    tied, apart = network("model.tied=true", vocab=VOCAB).double(), network(vocab=VOCAB).double()
+    copied = {n: p for n, p in tied.state_dict().items() if n not in ("embed.token", "head.weight")}
+    apart.load_state_dict(copied | dict.fromkeys(("embed.token", "head.weight"), tied.embed.token.detach()))
+    apart.embed.scale = tied.embed.scale
+    tokens = torch.randint(VOCAB, (4, 9))
+    for model in (tied, apart):
+        F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    both = apart.embed.token.grad + apart.head.weight.grad
+    torch.testing.assert_close(tied.embed.token.grad, both, rtol=1e-12, atol=1e-12)
+    assert min(apart.embed.token.grad.norm(), apart.head.weight.grad.norm()) > 1e-3
+
+
+@pytest.mark.case("P09 huggingface/transformers#5651", "N06 huggingface/transformers#30236")
+@pytest.mark.parametrize("placement", choices("placement"))
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm", "none"])
+def test_the_stream_is_float32_under_bf16(placement: str, norm: str):
+    """Between any two branches, and at both ends; each branch is still given to the bfloat16 matrices."""
+    model = network(f"norm={norm}", f"placement={placement}", *deep_enough(placement), vocab=VOCAB)
+    stream, inner = set(), set()
+    for branch in [branch for block in model.blocks for branch in (block.attention, block.ffn)]:
+        branch.register_forward_hook(lambda _, given, y: stream.update((given[0].dtype, y.dtype)))
+        branch.function.register_forward_hook(lambda _, given, y: inner.add(y.dtype))
+    model.head.register_forward_hook(lambda _, given, y: stream.add(given[0].dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.randint(VOCAB, (2, 8)))
+    assert stream == {torch.float32}
+    assert inner == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def backward(model: nn.Module) -> None:
     F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
 
 
+@pytest.mark.case("G05 Lightning-AI/pytorch-lightning PR #2012")
 def test_published_norms(oracle):
     case = oracle("oracle_grad_norm.json")
     gradients = GradientNorms([entry(layer["w"], int(k) + 1) for k, layer in case["layers"].items()], depth=3)
@@ -46,6 +47,7 @@ def test_published_norms(oracle):
     assert ones == pytest.approx(case["bf16_ones_5120"]["right_l2"], rel=1e-7)
 
 
+@pytest.mark.case("G15")
 def test_a_tied_matrix_has_the_sum_of_both_gradients(oracle):
     """3 from the embedding and 4 from the head are one gradient of 7, not two of norm 5."""
     case = oracle("oracle_grad_norm.json")["tied_embedding"]
@@ -57,6 +59,7 @@ def test_a_tied_matrix_has_the_sum_of_both_gradients(oracle):
     assert table.table(table.measure().numpy())["embed"] == case["right_norm_of_shared_parameter"]
 
 
+@pytest.mark.case("G04", "G05", "G15")
 @pytest.mark.parametrize("words", [[], FULL, ["model.tied=true", "placement=post"]])
 def test_the_table_equals_autograd(words: list[str]):
     """Against autograd's own gradients summed by hand in float64. A float32 norm of up to 2^10 numbers is off by some

@@ -29,6 +29,7 @@ def line(step: int, loss: float = 2.0, **layers: Any) -> dict[str, Any]:
     return {"step": step, "loss": loss, "lr": 1e-3, "grad_norm": {"total": 0.5, **layers}, "clip_coefficient": 1.0}
 
 
+@pytest.mark.case("L04")
 def test_a_line_names_what_is_not_finite_and_is_strict_json() -> None:
     ffn = [0.1] * 11 + [math.inf]
     text = metrics_line(

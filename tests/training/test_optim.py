@@ -18,6 +18,7 @@ def decays(model, **knobs: float) -> dict[str, float]:
     return {entry.name: of[id(entry.parameter)] for entry in inventory(model)}
 
 
+@pytest.mark.case("N10 huggingface/transformers PR #35927")
 @pytest.mark.parametrize("norm", choices("norm"))
 def test_only_matrices_decay_and_gains_by_their_own_decay(norm: str):
     model = network(f"norm={norm}", *EXTRAS)
@@ -37,10 +38,12 @@ def test_every_knob_reaches_the_optimizer():
     }
 
 
+@pytest.mark.case("G15")
 def test_a_tied_matrix_is_an_embedding():
     assert decays(network("model.tied=true"))["embed.token"] == 0.0
 
 
+@pytest.mark.case("N10")
 def test_published_decay(oracle):
     """1,000 steps of decay with a gradient of zero: w falls by (1 - lr decay)^1000, an excluded gain not at all."""
     case = oracle("oracle_weight_decay.json")
@@ -62,6 +65,7 @@ def test_published_decay(oracle):
             assert parameter[0].item() == pytest.approx(end, rel=1000 * 6e-8)
 
 
+@pytest.mark.case("N09")
 def test_a_gain_moves_in_float32(oracle):
     """Pure bfloat16 cannot move a gain of 1 by 6e-4; our weights are float32 in every precision."""
     case = oracle("oracle_bf16_updates.json")
@@ -75,6 +79,7 @@ def test_a_gain_moves_in_float32(oracle):
     assert 1 - gain[0].item() == pytest.approx(case["fp32_or_fp32_master"], rel=1e-3)
 
 
+@pytest.mark.case("G13", "L11")
 def test_a_step_that_is_not_finite_is_skipped_on_the_device():
     model = network("model.depth=1")
     optimizer = adamw(model, lr=0.1)

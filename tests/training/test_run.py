@@ -1,5 +1,7 @@
 """Whole runs in this process: the records, what must not change the result, and what becomes of a run that breaks."""
 
+import csv
+import io
 import json
 import math
 import os
@@ -41,6 +43,7 @@ def same(a, b, rel: float) -> None:
             np.testing.assert_allclose(b[key], value, rtol=rel, atol=1e-9, err_msg=key)
 
 
+@pytest.mark.case("G04 Lightning-AI/pytorch-lightning PR #16745", "R11 open-retina/open-retina PR #186", "L06")
 def test_the_record_keeps_its_contract(run):
     records, summary = run(*LONG, "clip=0.7", "optimizer.lr=1e-2")
     assert [r["step"] for r in steps(records)] == list(range(1, 61))
@@ -82,6 +85,7 @@ def test_the_record_keeps_its_contract(run):
     assert read(directory).layers["block"].shape == (10, 2)
 
 
+@pytest.mark.case("P08", "N02", "P02")
 def test_what_is_said_before_the_first_step(run, capsys):
     """The equation, its constants, the initial std by matrix and role, and what is known to fail."""
     run("steps=1", "recipe=deepnorm", "model.depth=8", "norm=layernorm")
@@ -98,6 +102,7 @@ def test_what_is_said_before_the_first_step(run, capsys):
     assert "note         post-norm without warm-up seldom trains" in capsys.readouterr().out
 
 
+@pytest.mark.case("L01", "T04")
 def test_accumulation_does_not_change_the_result(run):
     """1e-5: sums of 128 float32 terms in another order differ by about 1e-6 of themselves."""
     one, _ = run("steps=8", "log_every=1")
@@ -106,6 +111,7 @@ def test_accumulation_does_not_change_the_result(run):
         same(a, b, 1e-5)
 
 
+@pytest.mark.case("G03 Lightning-AI/pytorch-lightning#18669", "G10 simchowitzlabpublic/nano-world-model PR #22")
 def test_the_logged_norms_are_autograds_and_before_clipping(run):
     """The same weights and windows outside the product: composed, drawn and differentiated here."""
     records, _ = run("steps=1", "clip=0.01")
@@ -124,6 +130,7 @@ def test_the_logged_norms_are_autograds_and_before_clipping(run):
     assert record["clip_coefficient"] == pytest.approx(0.01 / total, rel=1e-4)
 
 
+@pytest.mark.case("G02", "G03")
 def test_clipping_scales_the_gradient_that_the_optimizer_sees(run, monkeypatch):
     seen = []
 
@@ -142,6 +149,7 @@ def test_clipping_scales_the_gradient_that_the_optimizer_sees(run, monkeypatch):
     assert all(record["grad_norm"]["total"] > 0.05 for record in steps(records))
 
 
+@pytest.mark.case("T08 Lightning-AI/pytorch-lightning#6988")
 def test_validation_logging_and_saving_leave_the_training_alone(run):
     often, _ = run("steps=12", "val_every=1", "log_every=1", "save_every=1", "model.dropout=0.2")
     never, _ = run("steps=12", "val_every=99", "log_every=5", "save_every=99", "model.dropout=0.2")
@@ -225,6 +233,12 @@ def poisoned(monkeypatch, *args, **words) -> None:
     monkeypatch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, added], **k))
 
 
+@pytest.mark.case(
+    "L04 huggingface/trl#6702, huggingface/transformers#13758",
+    "L05 mmcdermott/MEDS_EIC_AR#22",
+    "L06 Lightning-AI/pytorch-lightning#1008",
+    "P09",
+)
 @pytest.mark.parametrize("layer, first", [(1, 12), (2, 20)])
 @pytest.mark.parametrize("log_every", [1, 4])
 def test_a_run_that_is_not_finite_stops_and_says_where(run, monkeypatch, layer: int, first: int, log_every: int):
@@ -243,6 +257,7 @@ def test_a_run_that_is_not_finite_stops_and_says_where(run, monkeypatch, layer: 
     json.loads((summary["directory"] / "summary.json").read_text(), parse_constant=pytest.fail)  # no bare NaN
 
 
+@pytest.mark.case("G13 Lightning-AI/pytorch-lightning#9799", "L04")
 def test_a_single_step_that_is_not_finite_is_skipped_and_counted(run, monkeypatch):
     words = ["steps=60", "optimizer.lr=3e-2", "data.concentration=0.05", "data.symbols=8"]
     clean, _ = run(*words)
@@ -255,6 +270,7 @@ def test_a_single_step_that_is_not_finite_is_skipped_and_counted(run, monkeypatc
     assert [r["lr"] for r in steps(records)] == [r["lr"] for r in steps(clean)]
 
 
+@pytest.mark.case("L05", "L06")
 def test_a_loss_far_above_its_start_ends_the_run(run):
     words = ["optimizer.lr=10", "clip=0", "schedule=constant", "schedule.warmup=0", "steps=100", "placement=pre"]
     records, summary = run(*words)
@@ -287,6 +303,7 @@ def test_a_skipped_step_leaves_running_statistics_alone(run, monkeypatch):
     assert all(math.isfinite(r["val_loss"]) for r in records if "val_loss" in r)
 
 
+@pytest.mark.case("H04")
 def test_a_directory_that_holds_a_run_is_not_written_into(run):
     _, summary = run("steps=2")
     before = (summary["directory"] / "metrics.jsonl").read_bytes()
@@ -332,6 +349,7 @@ def test_a_resume_sees_the_same_text_with_the_same_threads(run, tmp_path):
     assert json.loads((where / "environment.json").read_text())["threads"] == 2
 
 
+@pytest.mark.case("L01 huggingface/transformers#24725, huggingface/transformers PR #34191")
 def test_validation_weighs_windows_not_batches(run):
     """50 windows in batches of 16: the last batch has 2."""
     split, _ = run("steps=1", "data.val_windows=50")
@@ -374,6 +392,7 @@ class Kick(Callback):
             os.kill(os.getpid(), number)  # in the first micro-batch of the step
 
 
+@pytest.mark.case("R01", "R02", "R05", "R09 Lightning-AI/pytorch-lightning#19916")
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_after_its_step_and_it_resumes_exactly(run, monkeypatch, number: int, code: int):
     words = ["steps=20", "val_every=6", "model.dropout=0.1", "accumulate=2", "workers=1"]
@@ -399,6 +418,7 @@ def test_a_resume_that_would_change_the_numbers_is_refused(run):
         run("steps=4", "optimizer.lr=2e-3", f"resume={summary['directory']}", directory=summary["directory"])
 
 
+@pytest.mark.case("R06", "R11")
 def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_used(run, capsys):
     words = ["steps=12", "val_every=4", "model.dropout=0.1"]
     unbroken, summary = run(*words)
@@ -431,6 +451,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_used(run, capsys
     assert resumed == unbroken
 
 
+@pytest.mark.case("N07")
 def test_float64_and_bf16_mixed_run(run):
     double, _ = run("steps=2", "precision=fp64")
     single, _ = run("steps=2", "precision=fp32")
@@ -447,6 +468,7 @@ def test_every_choice_of_every_axis_composes_and_passes_the_type_check():
             assert plain(f"{axis}={choice}")
 
 
+@pytest.mark.case("L06")
 def test_pace_never_saves_weights_that_are_not_finite(run):
     _, summary = run("steps=2")
     pace = Pace(summary["directory"] / "elsewhere", None, val_every=1, save_every=1)
@@ -465,3 +487,235 @@ def test_pace_never_saves_weights_that_are_not_finite(run):
 
     pace._save(None, Task, "last")
     assert not (summary["directory"] / "elsewhere").exists()
+
+
+def broken_at(monkeypatch, step: int, number: int = signal.SIGTERM) -> None:
+    """Runs stop after `step`, by a signal."""
+    original = run_module._trainer
+    monkeypatch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, Kick(step, number)], **k))
+
+
+@pytest.mark.case("G01 Lightning-AI/pytorch-lightning#9205", "G02 Lightning-AI/pytorch-lightning#9330", "G13", "N07")
+def test_no_precision_scales_the_gradient(run, monkeypatch):
+    """Norms and clipping are those of the true gradient in every precision: none has a loss scale that would have to be
+    taken back. bfloat16 keeps 8 bits, 4e-3 an operation, and some twenty operations lie behind a norm: 5e-2."""
+    original, scalers, used = run_module._trainer, [], []
+
+    class Spy(Callback):
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            grads = [p.grad.double().norm() for p in module.parameters() if p.grad is not None]
+            used.extend([torch.stack(grads).norm().item()] if grads else [])
+
+    def spying(device, scalars, callbacks, **words):
+        trainer = original(device, scalars, [*callbacks, Spy()], **words)
+        scalers.append(getattr(trainer.precision_plugin, "scaler", None))
+        return trainer
+
+    monkeypatch.setattr(run_module, "_trainer", spying)
+    words = ["steps=2", "clip=0.05", "log_every=1"]
+    (double, single, mixed) = [steps(run(*words, f"precision={p}")[0])[0] for p in ("fp64", "fp32", "bf16-mixed")]
+    assert scalers == [None] * 3
+    assert used == pytest.approx([0.05] * 3, rel=1e-4)
+    same(double["grad_norm"], single["grad_norm"], 1e-4)
+    same(double["grad_norm"], mixed["grad_norm"], 5e-2)
+
+
+@pytest.mark.case("G06 Lightning-AI/pytorch-lightning#272", "T08")
+def test_every_norm_is_told_also_right_after_a_validation(run):
+    often, _ = run("steps=12", "val_every=5", "log_every=1")
+    never, _ = run("steps=12", "val_every=99", "log_every=1")
+    for record in steps(often):
+        for name, norm in record["grad_norm"].items():
+            flat = norm if isinstance(norm, list) else [norm]
+            assert name == "residual" or min(flat) > 0, (record["step"], name)  # nothing is learnt there
+    assert steps(often) == steps(never)
+
+
+@pytest.mark.case("G08 Lightning-AI/pytorch-lightning#21808", "T04")
+def test_a_text_shorter_than_a_step_fills_every_window_of_it(run):
+    """Some ten windows of text, 16 in a step: no end of the text ends a step, and each gradient is the mean of all 8
+    micro-batches. 1e-5: sums of 128 float32 terms in another order differ by about 1e-6 of themselves."""
+    words = ["data.tokens=90", "data.val_fraction=0.2", "steps=9", "log_every=1"]
+    one, _ = run(*words)
+    eight, summary = run(*words, "accumulate=8")
+    assert [r["step"] for r in steps(eight)] == list(range(1, 10))
+    for a, b in zip(one, eight, strict=True):
+        same(a, b, 1e-5)
+    kept = torch.load(summary["directory"] / "checkpoints" / "last.ckpt", weights_only=True)
+    assert kept["global_step"] == 9
+
+
+@pytest.mark.case("T03 Lightning-AI/pytorch-lightning#6948", "T04 Lightning-AI/pytorch-lightning#831", "T01")
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_every_axis_counts_optimizer_steps(run, oracle, accumulate: int):
+    """Row r (counted from 0) is step r + 1; nine significant digits are written."""
+    words = ["steps=100", "schedule.warmup=10", "schedule.min_ratio=0.1", "optimizer.lr=1e-3", "model.depth=1"]
+    records, summary = run(*words, "val_every=40", "save_every=30", f"accumulate={accumulate}")
+    lr = {record["step"]: record["lr"] for record in steps(records)}
+    rows = {
+        int(r["step"]) + 1: float(r["lr_reference"])
+        for r in csv.DictReader(io.StringIO(oracle("oracle_lr_schedule.csv")))
+    }
+    for step in rows.keys() & lr.keys():
+        assert lr[step] == pytest.approx(rows[step], rel=1e-8), step
+    assert list(lr) == list(range(1, 101))
+    assert [r["step"] for r in records if "val_loss" in r] == [0, 40, 80, 100]
+    assert all(record["tokens"] == record["step"] * 16 * 8 for record in records)
+    kept = torch.load(summary["directory"] / "checkpoints" / "last.ckpt", weights_only=True)
+    assert kept["global_step"] == summary["steps_done"] == 100
+
+
+@pytest.mark.case("R05 Lightning-AI/pytorch-lightning#4655", "R02 Lightning-AI/pytorch-lightning#19815")
+@pytest.mark.parametrize("step", [7, 15])
+def test_the_learning_rate_goes_on_where_it_was(run, monkeypatch, step: int):
+    """Stopped within the warm-up of 10 steps, and within the decay after it."""
+    words = ["steps=20", "schedule.warmup=10", "accumulate=2"]
+    unbroken, _ = run(*words)
+    with monkeypatch.context() as patch:
+        broken_at(patch, step)
+        _, summary = run(*words)
+    assert summary["steps_done"] == step
+    resumed, _ = run(*words, f"resume={summary['directory']}", directory=summary["directory"])
+    assert [(r["step"], r["lr"], r["loss"]) for r in steps(resumed)] == [(r["step"], r["lr"], r["loss"]) for r in steps(unbroken)]  # fmt: skip
+    assert len({record["lr"] for record in steps(resumed)}) > 15
+
+
+@pytest.mark.case("T01 karpathy/nanoGPT#443")
+def test_the_first_step_moves_every_parameter(run, monkeypatch):
+    words = ["steps=20", "schedule.warmup=10"]
+    broken_at(monkeypatch, 1)
+    _, summary = run(*words)
+    kept = torch.load(summary["directory"] / "checkpoints" / "last.ckpt", weights_only=True)
+    assert kept["global_step"] == 1
+    settings = plain(*SMALL, "data=synthetic", *words)
+    vocab = len(kept["state_dict"]["model.head.weight"])
+    start = train.network(settings, train.choices_of(settings), vocab).state_dict()
+    assert [name for name, value in start.items() if torch.equal(value, kept["state_dict"][f"model.{name}"])] == []
+
+
+@pytest.mark.case("R06 Lightning-AI/pytorch-lightning#688")
+def test_a_save_that_is_cut_short_leaves_the_checkpoint_before_it(run):
+    _, summary = run("steps=2")
+    folder = summary["directory"] / "checkpoints"
+    before = (folder / "last.ckpt").read_bytes()
+
+    class Trainer:
+        def save_checkpoint(self, path):
+            path.write_bytes(before[: len(before) // 2])
+            raise OSError("no space left on device")
+
+    class Task:
+        model = torch.nn.Linear(1, 1)
+
+        class recorder:
+            reason = None
+            flush = pause = staticmethod(lambda: None)
+
+    with pytest.raises(OSError, match="no space"):
+        Pace(folder, None, val_every=1, save_every=1)._save(Trainer(), Task, "last")
+    assert (folder / "last.ckpt").read_bytes() == before
+    assert run_module.resume_point(summary["directory"], resuming=True)[1] == 2
+
+
+@pytest.mark.case("G15")
+def test_a_tied_matrix_is_one_tensor_in_a_resumed_run_too(run, monkeypatch):
+    words = ["steps=6", "model.tied=true"]
+    unbroken, _ = run(*words)
+    with monkeypatch.context() as patch:
+        broken_at(patch, 3)
+        _, summary = run(*words)
+    models, original = [], run_module.fit
+
+    def spying(parts, *rest):
+        models.append(parts.model)
+        return original(parts, *rest)
+
+    monkeypatch.setattr(run_module, "fit", spying)
+    resumed, _ = run(*words, f"resume={summary['directory']}", directory=summary["directory"])
+    assert [r["loss"] for r in steps(resumed)] == [r["loss"] for r in steps(unbroken)]
+    assert models[0].head.weight is models[0].embed.token
+
+
+@pytest.mark.case("D11", "L10 karpathy/nanoGPT#131")
+def test_the_model_has_as_many_rows_as_the_tokenizer_has_tokens(run, oracle, tmp_path, capsys):
+    """Asked for 5,000 where the text has 277: rows that no token reaches would never be trained."""
+    (tmp_path / "text.txt").write_text(oracle("tiny_vocab.txt") * 9)
+    words = [
+        "data=files",
+        f"data.paths=[{tmp_path / 'text.txt'}]",
+        "data.val_fraction=0.5",
+        "tokenizer=bpe",
+        "tokenizer.vocab=5000",
+    ]
+    _, summary = run(*words, "steps=1", drop="data.tokens")
+    said = capsys.readouterr().out
+    kept = torch.load(summary["directory"] / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    vocab = json.loads((summary["directory"] / "environment.json").read_text())["corpus"]["vocab"]
+    assert len(kept["model.embed.token"]) == len(kept["model.head.weight"]) == vocab < 300
+    assert f"asked for 5000, got {vocab}" in said
+
+
+@pytest.mark.case("P10 pytorch/pytorch#111686")
+def test_a_thousand_layers_train_save_and_load(run):
+    """Eager: nothing on the way to a checkpoint, a summary or a picture goes down one call a layer."""
+    words = ["model.depth=1000", "model.dim=8", "batch=2", "data.val_windows=1", "recipe=deepnorm"]
+    records, summary = run("steps=1", *words)
+    assert summary["depth"] == read(summary["directory"]).depth == len(steps(records)[0]["grad_norm"]["q"]) == 1000
+    assert run_module.resume_point(summary["directory"], resuming=True)[1] == 1
+    assert (summary["directory"] / "report.png").stat().st_size > 0
+
+
+@pytest.mark.case("N09")
+def test_norm_gains_move_in_bf16_mixed(run):
+    """Weights are float32 in every precision: a gain of 1 in bfloat16 could not move by 6e-4."""
+    _, summary = run("steps=10", "precision=bf16-mixed", "optimizer.lr=6e-4")
+    kept = torch.load(summary["directory"] / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    gains = {name: value for name, value in kept.items() if name.endswith("gain")}
+    assert len(gains) == 5
+    for name, gain in gains.items():
+        assert gain.dtype == torch.float32
+        assert (gain != 1).all(), name
+
+
+@pytest.mark.case("W07 wandb/wandb#8666", "G11")
+@pytest.mark.parametrize("depth", [2, 6])
+def test_a_record_costs_one_transfer_whatever_the_depth(run, monkeypatch, depth: int):
+    """Between two log steps nothing is fetched, and at one everything at once; on a CPU, whose numbers are at hand, a step
+    that is not finite is looked for at each."""
+    told, fetched, inside = [], [], []
+    step, flush = Recorder.step, Recorder.flush
+
+    def watch(recorder, *args):
+        inside.append(args[0])
+        step(recorder, *args)
+        inside.pop()
+
+    for name in ("item", "tolist", "cpu", "numpy", "__float__"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(tensor, *args, original=original, name=name, **words):
+            if inside:
+                fetched.append((inside[-1], name))
+            return original(tensor, *args, **words)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    monkeypatch.setattr(Recorder, "step", watch)
+    monkeypatch.setattr(Recorder, "flush", lambda recorder: (told.append(len(recorder._pending)), flush(recorder)))
+    run(f"model.depth={depth}", "steps=20", "log_every=10", "val_every=99", "save_every=99")
+    assert fetched == [(step, name) for step in (1, 10, 20) for name in ("cpu", "numpy")]
+    assert [count for count in told if count] == [1, 9, 10]
+
+
+@pytest.mark.case(
+    "G09 pytorch/torchtitan#766",
+    "H02 Lightning-AI/pytorch-lightning PR #11617",
+    "P11 Lightning-AI/pytorch-lightning#6706",
+)
+def test_a_run_is_one_process_on_one_device(run, monkeypatch):
+    """So that a norm is never a shard's, no child starts a sweep again, and no wrapper asks for every gradient."""
+    trainers, original = [], run_module._trainer
+    monkeypatch.setattr(run_module, "_trainer", lambda *a, **k: trainers.append(original(*a, **k)) or trainers[-1])
+    run("steps=1")
+    (trainer,) = trainers
+    assert trainer.world_size == 1
+    assert type(trainer.strategy).__name__ == "SingleDeviceStrategy"

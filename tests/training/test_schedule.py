@@ -8,6 +8,7 @@ import pytest
 from training.schedule import WSD, Constant, Cosine, Linear
 
 
+@pytest.mark.case("R05", "T01", "T03")
 def test_published_rows(oracle):
     """Row r (counted from 0) is step r + 1; the file has 12 significant digits."""
     schedule = Cosine(warmup=10, min_ratio=0.1)
@@ -16,6 +17,7 @@ def test_published_rows(oracle):
         assert got == pytest.approx(float(row["lr_reference"]), rel=1e-11), row
 
 
+@pytest.mark.case("T01")
 @pytest.mark.parametrize("kind", [Cosine, Linear, WSD, Constant])
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 10.0])
 def test_properties(kind, warmup: float):

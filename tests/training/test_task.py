@@ -38,6 +38,7 @@ def clipped(gradient: list[float], clip: float) -> tuple[Taken, nn.Parameter, to
     return taken, model.weight, optimizer
 
 
+@pytest.mark.case("G02", "G03")
 def test_published_clip(oracle):
     """The norm before clipping is what is recorded; the gradient after it is what the optimizer gets."""
     case = oracle("oracle_grad_norm.json")["clip_1.0"]
@@ -51,6 +52,7 @@ def test_published_clip(oracle):
     assert weight.grad.tolist() == [3.0, 4.0]  # 0 = off
 
 
+@pytest.mark.case("L11 torch.nn.utils.clip_grad_norm_, own measurement", "G13")
 def test_an_infinite_gradient_moves_no_weight(oracle):
     case = oracle("oracle_grad_norm.json")["inf_norm_and_clip"]
     _, weight, optimizer = clipped([float(g) for g in case["grad"]], 1.0)

@@ -1,12 +1,27 @@
-"""The keys that W&B is given, and a run that stays offline."""
+"""The keys that W&B is given, a run that stays offline, and one whose server does not answer."""
 
 import json
+import math
+import os
+import signal
+import socket
 import struct
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import wandb
+from lightning.pytorch.callbacks import Callback
 
+from tests.conftest import SMALL
+from tests.conftest import environment as environment_of
+from training import run as run_module
 from training.wandb import WandbLog, _logged_in, flat
 
 
@@ -26,6 +41,7 @@ def test_it_never_asks_for_a_key(tmp_path, monkeypatch):
             WandbLog(tmp_path, "a name", {}, mode=mode)
 
 
+@pytest.mark.case("G11 Lightning-AI/pytorch-lightning#1462, wandb/wandb#4759")
 @pytest.mark.parametrize("depth, layers, parted", [(2, 2, True), (32, 32, True), (33, 33, False), (128, 128, False), (1000, 128, False)])  # fmt: skip
 def test_layers_are_numbered_and_few_enough_for_a_browser(depth: int, layers: int, parted: bool):
     keys = flat(record(depth))
@@ -74,6 +90,28 @@ def chunks(file: bytes) -> Iterator[bytes]:
             record = b""
 
 
+def kept(directory: Path) -> list[SimpleNamespace]:
+    """The W&B runs of a run directory, the earliest first, read with W&B's own messages: `id`, `config`, `exit_code`
+    and `history`, a dict for each step."""
+    wandb.teardown()  # as at the end of the process: W&B's own process then has written everything
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    runs = []
+    for path in sorted(directory.glob("wandb/*run-*/run-*.wandb")):
+        found: Any = SimpleNamespace(id=None, config={}, exit_code=None, history=[])
+        for data in chunks(path.read_bytes()):
+            message = messages.Record()
+            message.ParseFromString(data)
+            items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in message.history.item}
+            found.history += [items] if items else []
+            found.id = message.run.run_id or found.id
+            found.config |= {item.key: json.loads(item.value_json) for item in message.run.config.update}
+            found.exit_code = message.exit.exit_code if message.HasField("exit") else found.exit_code
+        runs.append(found)
+    return runs
+
+
+@pytest.mark.case("R13")
 def test_a_resumed_run_is_the_same_wandb_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     ids = []
@@ -86,25 +124,216 @@ def test_a_resumed_run_is_the_same_wandb_run(tmp_path, monkeypatch):
 
 
 def test_an_offline_run_holds_every_value(tmp_path, monkeypatch):
-    """Read back from the run's own file with W&B's own messages."""
+    """Read back from the run's own file."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     log = WandbLog(tmp_path, "a name", {"seed": 3, "norm": {"eps": 1e-6}})
     log.record(record(2))
     log.record({"step": 4, "tokens": 40, "val_loss": 1.25})
     log.finish({"verdict": "stable"}, 0)
-    wandb.teardown()  # as at the end of the process: W&B's own process then has written everything
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    from wandb.proto import wandb_internal_pb2 as messages
+    (run,) = kept(tmp_path)
+    first, second = run.history
+    assert first["loss/train"] == 1.5 and second["loss/val"] == 1.25
+    assert first["grad_norm/layer_0002/ffn"] == 2.0
+    assert (first["_step"], second["_step"]) == (3, 4)
+    assert run.config["seed"] == 3
+    assert run.exit_code == 0
 
-    history, settings = {}, {}
-    for data in chunks(path.read_bytes()):
-        message = messages.Record()
-        message.ParseFromString(data)
-        for item in message.history.item:
-            history["/".join(item.nested_key) or item.key] = json.loads(item.value_json)
-        for item in message.run.config.update:
-            settings[item.key] = json.loads(item.value_json)
-    assert history["loss/train"] == 1.5 and history["loss/val"] == 1.25
-    assert history["grad_norm/layer_0002/ffn"] == 2.0
-    assert history["_step"] == 4
-    assert settings["seed"] == 3
+
+class Break(Callback):
+    """At the start of `step`: raise, send a signal, or make every loss from then on nan."""
+
+    def __init__(self, how: str, step: int) -> None:
+        self.how, self.step = how, step
+
+    def on_train_batch_start(self, trainer, module, *_):
+        if trainer.global_step + 1 != self.step:
+            return
+        how, self.how = self.how, ""
+        if how == "crash":
+            raise OSError("the machine stopped")
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if how == "nan":
+            module.model.head.register_forward_hook(lambda module, _, y: y * float("nan") if module.training else y)
+
+
+def broken(monkeypatch, how: str, step: int) -> None:
+    original, added = run_module._trainer, Break(how, step)
+    monkeypatch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, added], **k))
+
+
+@pytest.mark.case("W02 wandb/wandb#4591", "L04")
+@pytest.mark.parametrize("how, code", [("", 0), ("crash", 1), ("nan", 3), ("signal", 143)])
+def test_a_run_that_failed_is_no_finished_run_for_wandb(run, monkeypatch, tmp_path, how: str, code: int):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    broken(monkeypatch, how, 4)
+    words = ["steps=9", "logger=wandb", "log_every=3"]
+    if how == "crash":
+        with pytest.raises(RuntimeError, match="the machine stopped"):
+            run(*words, directory=tmp_path / "here")
+    else:
+        assert run(*words, directory=tmp_path / "here")[1]["code"] == code
+    (found,) = kept(tmp_path / "here")
+    assert found.exit_code == code
+    if how == "nan":
+        losses = {step["_step"]: step["loss/train"] for step in found.history if "loss/train" in step}
+        assert losses[3] < 10 and math.isnan(losses[4])  # never the last good value, nor left out
+
+
+@pytest.mark.case("W01 wandb/wandb#1314")
+def test_each_job_of_a_process_has_a_run_of_its_own(run, monkeypatch, tmp_path):
+    """Also the one after a job that raised, and after one that W&B was never told the end of."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "forgotten").mkdir()
+    forgotten = WandbLog(tmp_path / "forgotten", "forgotten", {"seed": 9})
+    for seed in (0, 1, 2):
+        with monkeypatch.context() as patch:
+            broken(patch, "crash" if seed == 1 else "", 2)
+            words = ["steps=2", "logger=wandb", f"seed={seed}"]
+            if seed == 1:
+                with pytest.raises(RuntimeError):
+                    run(*words, directory=tmp_path / "1")
+            else:
+                run(*words, directory=tmp_path / str(seed))
+    forgotten.finish({}, 0)
+    found = [run for name in ("forgotten", *"012") for run in kept(tmp_path / name)]
+    assert [run.config["seed"] for run in found] == [9, 0, 1, 2]
+    assert len({run.id for run in found}) == 4
+    assert [run.exit_code for run in found] == [0, 0, 1, 0]
+
+
+@pytest.mark.case("R13 KempnerInstitute/KempnerForge#19, wandb/wandb#7951")
+def test_a_resume_gives_wandb_every_step_once_and_in_order(run, monkeypatch, tmp_path):
+    """Crashed at 8, the last checkpoint of 5: the steps after it are told again, to the same run and with the same
+    numbers, so that it does not matter which of the two the server keeps."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    words = ["steps=10", "save_every=5", "val_every=4", "log_every=1", "logger=wandb"]
+    with monkeypatch.context() as patch:
+        broken(patch, "crash", 8)
+        with pytest.raises(RuntimeError):
+            run(*words, directory=tmp_path / "here")
+    time.sleep(1)  # W&B names its folders by the second
+    run(*words, f"resume={tmp_path / 'here'}", directory=tmp_path / "here")
+    before, after = kept(tmp_path / "here")
+    assert before.id == after.id
+    told = [{step["_step"]: step for step in part.history if "loss/train" in step} for part in (before, after)]
+    assert list(told[0]) == list(range(1, 8)) and list(told[1]) == list(range(6, 11))
+    for step in (6, 7):
+        shared = [key for key in told[0][step] if not key.startswith(("_", "report"))]
+        assert [told[0][step][key] for key in shared] == [told[1][step][key] for key in shared]
+    validations = [step["_step"] for part in (before, after) for step in part.history if "loss/val" in step]
+    assert validations == [0, 4, 8, 10]
+
+
+def test_a_run_goes_on_where_wandb_dies(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    log = WandbLog(tmp_path, "a name", {})
+    alive = log.run
+    log.run = None  # whatever is asked of it raises
+    log.record(record(2))
+    log.record(record(2))
+    log.image("report", tmp_path / "report.png")
+    log.finish({}, 0)
+    assert capsys.readouterr().out.count("W&B takes no more of this run") == 1
+    alive.finish()
+
+
+# Command lines whose network is a socket of ours
+
+
+class Silent:
+    """A server that takes every connection and never answers."""
+
+    def __init__(self) -> None:
+        self.socket, self.taken = socket.create_server(("127.0.0.1", 0)), []
+        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self.thread = threading.Thread(target=self._take)
+        self.thread.start()
+
+    def _take(self) -> None:
+        while True:
+            try:
+                self.taken.append(self.socket.accept()[0])
+            except OSError:
+                return
+
+    def close(self) -> None:
+        self.socket.shutdown(socket.SHUT_RDWR)  # ends the accept under way
+        self.thread.join()
+        for each in (*self.taken, self.socket):
+            each.close()
+
+
+@pytest.fixture
+def silent() -> Iterator[Silent]:
+    server = Silent()
+    yield server
+    server.close()
+
+
+# reports whatever Python looks up or connects to beyond this machine; waits a second, not eight, for a server
+WATCHED = r"""
+import os, socket, sys
+
+HERE = (None, "", "localhost", "127.0.0.1", "::1", socket.gethostname())
+
+def watch(event, args):
+    if event == "socket.getaddrinfo" and args[0] not in HERE:
+        os.write(2, f"looks up {args[0]}\n".encode())
+    if event == "socket.connect" and isinstance(args[1], tuple) and not args[1][0].startswith(("127.", "::1")):
+        os.write(2, f"connects to {args[1]}\n".encode())
+
+sys.addaudithook(watch)
+import train, training.wandb
+training.wandb.PATIENCE = 1
+train.main()
+"""
+
+
+def watched(cwd: Path, mode: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A run of two steps with `logger.mode=mode`; (how it ended, the seconds that it took)."""
+    words = [*SMALL, "data=synthetic", "data.tokens=20000", "threads=1", "steps=2", f"logger.mode={mode}"]
+    known = environment_of(cwd / "cache")
+    # WANDB_MODE would settle for W&B's other clients what `logger.mode` is to settle
+    known = {key: value for key, value in known.items() if key != "WANDB_MODE" and not key.lower().endswith("_proxy")}
+    started = time.monotonic()
+    ended = subprocess.run(
+        [sys.executable, "-c", WATCHED, *words, "hydra.run.dir=run"],
+        cwd=cwd,
+        env=known | variables,
+        capture_output=True,
+        text=True,
+    )
+    return ended, time.monotonic() - started
+
+
+@pytest.mark.case("W05 wandb/wandb#4217, wandb/wandb#8957")
+def test_an_offline_run_opens_no_connection(tmp_path, silent):
+    """W&B's own process is not Python's to watch: it is given a proxy for every address, and nobody may call there. A
+    key is at hand, as it is where somebody is logged in."""
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy"), silent.url)
+    ended, took = watched(tmp_path, "offline", WANDB_API_KEY="0" * 40, **proxies)
+    assert ended.returncode == 0 and ended.stderr == ""
+    assert silent.taken == []
+    assert took < 60  # nothing was waited for
+    (run,) = kept(tmp_path / "run")
+    assert run.exit_code == 0 and len(run.history) >= 3
+
+
+@pytest.mark.case("W04 wandb/wandb#9865, wandb/wandb#8003")
+@pytest.mark.parametrize("answers", ["refuses", "is silent"])
+def test_a_server_that_cannot_be_reached_costs_seconds_and_no_run(tmp_path, silent, answers: str):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    url = silent.url if answers == "is silent" else f"http://127.0.0.1:{port}"
+    ended, took = watched(tmp_path, "online", WANDB_API_KEY="0" * 40, WANDB_BASE_URL=url)
+    assert ended.returncode == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ended.stdout.count("W&B cannot be reached") == 1 and "this run is logged offline" in ended.stdout
+    assert took < 60
+    (offline,) = (tmp_path / "run").glob("wandb/offline-run-*")
+    tried, run = sorted(kept(tmp_path / "run"), key=lambda each: len(each.history))
+    assert offline.name.endswith(run.id)
+    assert [step["_step"] for step in run.history][:3] == [0, 1, 2] and run.exit_code == 0
+    assert tried.history == []
+    assert bool(silent.taken) == (answers == "is silent")
