@@ -1,14 +1,18 @@
-"""A run killed with SIGKILL at random moments, start-up and checkpoints included, and resumed until it is done, leaves the
-record of an unbroken one, byte for byte."""
+"""Runs ended at random moments, start-up and checkpoints included, by SIGKILL, SIGTERM and SIGINT: each leaves what it
+should, and resumed until it is done it leaves the record of an unbroken one, byte for byte."""
 
+import json
 import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.conftest import ROOT, SMALL, environment
 
@@ -30,34 +34,121 @@ def finished(cwd: Path, *words: str) -> str:
     return said
 
 
+def finish(cwd: Path, run: Path) -> None:
+    """Start or resume a run, as its user would, until it is done."""
+    finished(cwd, *([f"resume={run}"] if (run / "overrides.yaml").is_file() else [*WORDS, f"hydra.run.dir={run}"]))
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> tuple[Path, bytes, float]:
+    """(Where the runs live, the record of one that nothing happened to, the seconds that it took)."""
+    cwd = tmp_path_factory.mktemp("killed")
+    finished(cwd, *WORDS, "hydra.run.dir=first")  # the tokens are made by this one
+    began = time.monotonic()
+    finished(cwd, *WORDS, "hydra.run.dir=unbroken")
+    return cwd, (cwd / "unbroken/metrics.jsonl").read_bytes(), time.monotonic() - began
+
+
+def intact(run: Path, record: bytes) -> None:
+    assert (run / "metrics.jsonl").read_bytes() == record
+    assert not [path for path in run.rglob("*") if "unfinished" in path.name]
+
+
+def stage(run: Path) -> str:
+    """How far a run has come."""
+    if not (run / "metrics.jsonl").is_file():
+        return "start-up"
+    return "end" if len((run / "metrics.jsonl").read_bytes().splitlines()) >= 400 else "training"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2))
-def test_kill_and_resume_leaves_the_unbroken_record(tmp_path: Path, seed: int):
-    finished(tmp_path, *WORDS, "hydra.run.dir=unbroken")
-    draw, killed, midway = random.Random(seed), tmp_path / "killed", 0
+def test_kill_again_and_again_leaves_the_unbroken_record(unbroken, seed: int):
+    """One run, killed eight times."""
+    cwd, record, _ = unbroken
+    draw, run, midway = random.Random(seed), cwd / f"again{seed}", 0
     for kill in range(8):
-        resuming = (killed / "overrides.yaml").is_file()
-        words = [f"resume={killed}"] if resuming else [*WORDS, f"hydra.run.dir={killed}"]
-        process = start(tmp_path, *words)
+        resuming = (run / "overrides.yaml").is_file()
+        process = start(cwd, *([f"resume={run}"] if resuming else [*WORDS, f"hydra.run.dir={run}"]))
         if kill % 2:  # while it trains: a moment after its record has grown
-            size, deadline = _size(killed), time.monotonic() + 60
-            while _size(killed) <= size and process.poll() is None and time.monotonic() < deadline:
+            size, deadline = _size(run), time.monotonic() + 60
+            while _size(run) <= size and process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(draw.uniform(0, 0.5))
         else:  # wherever it is by then
             time.sleep(draw.uniform(0.2, 7))
-        midway += process.poll() is None and _size(killed) > 0
+        midway += process.poll() is None and _size(run) > 0
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
-    words = [f"resume={killed}"] if (killed / "overrides.yaml").is_file() else [*WORDS, f"hydra.run.dir={killed}"]
-    finished(tmp_path, *words)
+    finish(cwd, run)
     assert midway >= 2, "the kills came too late or too early to tell anything"
-    record = [(tmp_path / name / "metrics.jsonl").read_bytes() for name in ("unbroken", "killed")]
-    assert record[0] == record[1]
-    assert not list(killed.rglob("*unfinished*"))
+    intact(run, record)
 
 
-def _size(directory: Path) -> int:
-    path = directory / "metrics.jsonl"
+def _size(run: Path) -> int:
+    path = run / "metrics.jsonl"
     return path.stat().st_size if path.is_file() else 0
+
+
+def ended_by(number: int, trial: int, unbroken: tuple[Path, bytes, float]) -> str:
+    """One run, one signal at a random moment of its life, and what must hold then; how far it had come."""
+    cwd, record, seconds = unbroken
+    run = cwd / f"{signal.Signals(number).name}{trial}"
+    process = start(cwd, *WORDS, f"hydra.run.dir={run}")
+    time.sleep(random.Random(1000 * number + trial).uniform(0.1, 0.95 * seconds))
+    came = "done" if process.poll() is not None else stage(run)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=120)
+    for path in run.glob("checkpoints/*.ckpt"):  # none is lost, none is half
+        torch.load(path, weights_only=True)
+    if came == "done":
+        assert process.returncode == 0, said
+    elif number == signal.SIGKILL:
+        assert process.returncode == -number
+    else:
+        # Python itself answers as long as it has not read the program
+        codes = {128 + number, -number} if not run.is_dir() else {128 + number}
+        assert process.returncode in codes, said
+        assert "Traceback" not in said or process.returncode < 0, said
+        if (run / "config.yaml").is_file():
+            summary = json.loads((run / "summary.json").read_text())
+            done = summary["steps_done"]
+            assert summary["verdict"] == "interrupted" or done == 400, said
+            if done:
+                assert torch.load(run / "checkpoints/last.ckpt", weights_only=True)["global_step"] == done
+    finish(cwd, run)
+    intact(run, record)
+    return came
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("number, trials", [(signal.SIGKILL, 50), (signal.SIGTERM, 20), (signal.SIGINT, 20)])
+def test_many_runs_ended_at_random_moments(unbroken, number: int, trials: int):
+    with ThreadPoolExecutor(2) as pool:
+        came = Counter(pool.map(lambda trial: ended_by(number, trial, unbroken), range(trials)))
+    print(f"{signal.Signals(number).name}: {dict(came)}")
+    assert came["start-up"] >= trials // 10 and came["training"] >= trials // 10, came
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_kill_a_run_that_was_already_asked_to_stop(tmp_path: Path, number: int):
+    """The second signal ends it at once, in the midst of a step that takes long."""
+    words = [word for word in WORDS if not word.startswith(("model", "accumulate"))]
+    words += ["batch=4096", "model.context=128", "data.tokens=600000", "data.val_windows=1", "hydra.run.dir=run"]
+    process = start(tmp_path, *words)
+    while not (tmp_path / "run/checkpoints/last.ckpt").is_file():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(0.3)
+    for _ in range(2):
+        process.send_signal(number)
+        time.sleep(0.3)
+    began = time.monotonic()
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert time.monotonic() - began < 2
+    assert not (tmp_path / "run/summary.json").is_file()

@@ -221,6 +221,6 @@ def test_a_finished_directory_needs_no_torch_to_say_so(run, monkeypatch):
 def test_too_little_space_is_said_before_the_first_step(run, monkeypatch, tmp_path):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
     # 14,448 weights of 4 bytes, three times, in three files, and the records
-    with pytest.raises(ValueError, match=r"0 MB free, 1 MB needed for checkpoints and records: make room"):
+    with pytest.raises(ValueError, match=r"0.1 MB free, 0.6 MB needed for checkpoints and records: make room"):
         run("steps=60", directory=tmp_path / "small")
     assert not (tmp_path / "small").exists()
