@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf import resume
-from conf.check import check, check_network
+from conf.check import check, check_hydra, check_network
 from conf.explain import explain
 from conf.help import text as help_text
 from conf.schema import AXES, Run
@@ -97,13 +97,13 @@ def train(
     In a `sweep` it takes one thread where none are asked for, and a run that diverged is not taken up again.
     """
     plain, axes = check(cfg), {axis: axes.get(axis, "") for axis in AXES}
-    before = resume.recorded(plain, directory)
-    verdict = before.summary.get("verdict")
-    judged = verdict in jobs.JUDGED and before.summary["steps"] == before.config["steps"]
-    if judged and (before.done >= plain["steps"] or (sweep and verdict == "diverged")):
-        print(f"nothing to do: {before.done} of {plain['steps']} steps are done ({verdict})", flush=True)
-        return before.summary, DIVERGED if verdict == "diverged" else 0
-    with Signals() as signals:
+    with resume.claimed(directory), Signals() as signals:
+        before = resume.recorded(plain, directory)
+        verdict = before.summary.get("verdict")
+        judged = verdict in jobs.JUDGED and before.summary["steps"] == before.config["steps"]
+        if judged and (before.done >= plain["steps"] or (sweep and verdict == "diverged")):
+            print(f"nothing to do: {before.done} of {plain['steps']} steps are done ({verdict})", flush=True)
+            return before.summary, DIVERGED if verdict == "diverged" else 0
         try:
             return _train(plain, before, directory, axes, overrides, signals, threads=1 if sweep else None)
         except Interrupted as stop:
@@ -278,6 +278,7 @@ def _run() -> int:
     try:
         with Signals():
             sys.argv[1:] = resume.as_overrides(sys.argv[1:])
+            check_hydra(sys.argv[1:])
             job()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED if end.code else 0

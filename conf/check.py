@@ -6,9 +6,11 @@ one line that names the full key, what was found, and the nearest known name.
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from hydra.conf import HydraConf
 from hydra.errors import InstantiationException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
@@ -45,6 +47,23 @@ def check(cfg: DictConfig) -> dict[str, Any]:
     return plain
 
 
+def check_hydra(words: list[str]) -> None:
+    """ValueError for `+hydra.KEY=...` where Hydra has no such key: it would take it, and never look at it."""
+    schema = OmegaConf.structured(HydraConf)
+    for word in words:
+        path = word.partition("=")[0].lstrip("+").split(".")
+        if not word.startswith("+") or path[0] != "hydra":
+            continue
+        node: Any = schema
+        for depth, key in enumerate(path[1:], start=1):
+            if not OmegaConf.is_dict(node) or not is_dataclass(OmegaConf.get_type(node)):
+                break  # a place for the user's own keys
+            if key not in node.keys():  # noqa: SIM118 (`in` does not see a key that has no value yet)
+                parent = ".".join(path[:depth])
+                raise ValueError(f"{parent}.{key} is no key of Hydra's; {nearest(key, map(str, node))}")
+            node = None if OmegaConf.is_missing(node, key) else node[key]
+
+
 def check_network(plain: dict[str, Any]) -> None:
     """The axes whose constructors load torch, which takes two seconds: apart, so that the others are answered before."""
     for axis in NEED_TORCH:
@@ -64,8 +83,10 @@ def _resolve(cfg: DictConfig, key: str) -> Any:
 
 
 def _check_node(axis: str, node: dict[str, Any]) -> None:
-    """Every key of a node against the signature of its `_target_`, if it has one."""
+    """Every key of a node against the signature of its `_target_`; a node without one has no keys."""
     if "_target_" not in node:
+        if node:
+            raise ValueError(f"{axis}.{next(iter(node))} is no key of the config: this choice of {axis} has no knobs")
         return
     try:
         target: Callable[..., Any] = get_object(node["_target_"])

@@ -59,7 +59,8 @@ def _unknown(key: str) -> str:
             return (
                 f"{key} is no knob of the choice made; it belongs to {', '.join(f'{axis}={name}' for name in owners)}"
             )
-        return f"{key} is no key of the config; {nearest(key, _knobs(axis))}"
+        known = _knobs(axis)
+        return f"{key} is no key of the config" + (f"; {nearest(key, known)}" if known else f": {axis} has no knobs")
     return f"{key} is no key of the config; {nearest(axis, [*SCALARS, *AXES, 'hydra.run.dir'])}"
 
 

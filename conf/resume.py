@@ -1,11 +1,14 @@
 """`resume=DIR`: DIR's own overrides first, the command line's after them, in DIR, and only what leaves its numbers alone."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+from filelock import FileLock, Timeout
 
 # what changes how a run is watched or when it is given up, not what it computes
 FREE = {"resume", "resume_force", "name", "log_every", "val_every", "save_every", "patience", "workers"}
@@ -55,6 +58,32 @@ class Before:
 
     def refuse(self, why: str) -> ValueError:
         return ValueError(f"resume={self.directory}: {why}, or start a new run")
+
+
+@contextmanager
+def claimed(directory: Path) -> Iterator[None]:
+    """The sole right to write into a run directory: a lock of the kernel on its file `.lock`, which ends with the process,
+    however that ends. Where the file system has no locks, nobody is kept out.
+
+    Raises ValueError where another process has it.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory / ".lock", timeout=0, fallback_to_soft=False)
+    with suppress(OSError, NotImplementedError):
+        try:
+            lock.acquire()
+        except Timeout:
+            raise ValueError(
+                f"{directory}: another process runs there: wait for its end, or hydra.run.dir=... goes elsewhere"
+            ) from None
+    try:
+        yield
+    finally:
+        if not any(path.name != ".lock" for path in directory.iterdir()):  # refused: nothing stays behind
+            with suppress(OSError):
+                (directory / ".lock").unlink()
+                directory.rmdir()
+        lock.release()
 
 
 def as_overrides(words: list[str]) -> list[str]:

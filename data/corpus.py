@@ -175,17 +175,21 @@ class Files(Corpus):
         try:
             return data.decode(self.encoding)
         except UnicodeDecodeError as error:
-            other = (
-                "convert the file"
-                if self.encoding.lower() != "utf-8"
-                else "give data.encoding=latin-1, or convert the file"
-            )
+            other = "convert the file"
+            if self.encoding.lower() == "utf-8":
+                other = "give data.encoding=latin-1, or convert the file"
+            if error.reason == "unexpected end of data":
+                other = f"if the file was cut off there, fetch the whole of it, else {other}"
             raise ValueError(
                 f"data.paths: {path}{line}: byte {offset + error.start} (0x{data[error.start]:02x}) is not "
                 f"{self.encoding}: {error.reason}; {other}"
             ) from None
 
     def _lines(self, path: str) -> Iterator[tuple[str, str]]:
+        if b"\n".decode(self.encoding, "replace") != "\n":  # its lines cannot be told by their bytes
+            raise ValueError(
+                f"data.paths: {path}: JSON lines in {self.encoding} are not read: convert the file to utf-8"
+            )
         offset = 0
         with open(path, "rb") as file:
             for number, data in enumerate(file, 1):

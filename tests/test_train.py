@@ -221,3 +221,24 @@ def test_generation_starts_where_a_document_starts(first, monkeypatch, capsys):
     assert generate.main([str(directory), "--length", "1"]) == 0
     capsys.readouterr()
     assert [prompt.tolist() for prompt in prompts] == [[256, *b"ab"], [256]]
+
+
+@pytest.mark.case("H04")
+def test_one_directory_takes_one_run_at_a_time(tmp_path: Path):
+    """Three at the same moment, and a resume of a run that is still running: one has it, the others say so."""
+    words = [*WORDS, "steps=100000", "logger=none", "hydra.run.dir=run"]
+    processes = [start(*words, cwd=tmp_path) for _ in range(3)]
+    wait_for("run/checkpoints/last.ckpt", tmp_path)
+    processes.append(start("resume=run", cwd=tmp_path))
+    deadline = time.monotonic() + 60
+    while len(running := [process for process in processes if process.poll() is None]) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    running[0].send_signal(signal.SIGTERM)
+    said = {process: process.communicate(timeout=60)[1] for process in processes}
+    assert sorted(process.returncode for process in processes) == [2, 2, 2, 143]
+    refusal = "normlab: run: another process runs there: wait for its end, or hydra.run.dir=... goes elsewhere\n"
+    already = "normlab: run already holds a run: resume=run continues it, hydra.run.dir=... goes elsewhere\n"
+    assert all(said[process] in (refusal, already) for process in processes if process.returncode == 2)
+    assert said[processes[-1]] == refusal
+    assert json.loads((tmp_path / "run/summary.json").read_text())["verdict"] == "interrupted"

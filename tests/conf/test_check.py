@@ -9,7 +9,7 @@ import pytest
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from conf.check import check, check_network, nearest
+from conf.check import check, check_hydra, check_network, nearest
 from conf.help import choices, defaults, summary, text
 from conf.resume import as_overrides
 from conf.schema import AXES, SCALARS
@@ -72,6 +72,13 @@ ANSWERS = {
     "~norm": ["norm has no choice", "rmsnorm"],
     "norm=null": ["name of one of its choices"],
     "seed=99999999999999999999": ["seed", "less than"],
+    "+recipe.x=1": ["recipe.x", "no knobs"],
+    "recipe.x=1": ["recipe.x", "no knobs"],
+    "+hydra.ouput_subdir=x": ["hydra.ouput_subdir", "'output_subdir'"],
+    "+hydra.run.dirr=x": ["hydra.run.dirr", "'dir'"],
+    "patience=-1": ["patience", "greater than or equal to 0"],
+    "workers=two": ["workers", "'two'"],
+    "resume_force=maybe": ["resume_force", "'maybe'"],
     "optimizer.lr=inf": ["optimizer.lr=inf", "finite"],
     "position.base=-1": ["position.base"],
     "model.qk_norm=head norm=none": ["model.qk_norm=head", "norm=none"],
@@ -171,13 +178,13 @@ def test_a_broken_interpolation_is_found_where_nobody_reads_it():
 
 
 @pytest.mark.case("H06")
-@pytest.mark.parametrize("axis", [axis for axis in AXES if axis != "recipe"])
+@pytest.mark.parametrize("axis", AXES)
 def test_no_node_takes_a_key_that_it_does_not_know(axis: str):
     for choice in choices(axis):
         cfg, _ = config()
         node = {k: v for k, v in OmegaConf.load(ROOT / "conf" / axis / f"{choice}.yaml").items() if k != "defaults"}
         OmegaConf.update(cfg, axis, node | {"nonsense": 1}, merge=False)
-        with pytest.raises(ValueError, match=rf"{axis}\.nonsense is no knob of"):
+        with pytest.raises(ValueError, match=rf"{axis}\.nonsense is no (knob of|key of the config: this choice)"):
             check_network(check(cfg))
 
 
@@ -215,6 +222,10 @@ def test_no_precision_has_weights_or_gradients_of_16_bits(precision: str):
     cfg, _ = config(f"precision={precision}")
     with pytest.raises(ValueError, match=r"precision=.* should be 'auto', 'fp32', 'bf16-mixed' or 'fp64'"):
         check(cfg)
+
+
+def test_hydras_open_places_take_keys_of_the_users_own():
+    check_hydra(["+hydra.job.env_set.A=1", "+hydra.sweeper.params.seed=3", "hydra.run.dir=x", "+x=1"])
 
 
 def test_a_target_that_is_not_there():

@@ -112,6 +112,20 @@ def test_what_is_not_utf8_is_refused_with_file_and_byte(name: str, byte: str):
 
 
 @needs_cases
+@pytest.mark.parametrize(
+    "encoding, read", [("utf-8-sig", True), ("latin-1", True), ("utf-16", False), ("utf-32-le", False)]
+)
+def test_json_lines_need_an_encoding_whose_lines_are_bytes(tmp_path, encoding: str, read: bool):
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n', encoding=encoding)
+    corpus = Files([str(path)], encoding=encoding)
+    if read:
+        assert list(corpus.documents()) == ["one", "two"]
+    else:
+        with pytest.raises(ValueError, match=f"lines.jsonl: JSON lines in {encoding} are not read: convert"):
+            list(corpus.documents())
+
+
 def test_the_encoding_can_be_given():
     (text,) = read(paths=[str(CASES / "latin1.txt")], encoding="latin-1")
     assert text.startswith("café naïve")
