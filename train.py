@@ -191,14 +191,13 @@ def _train(
 
 
 def _lay_down(directory: Path, plain: dict[str, Any], overrides: list[str], more: dict[str, Any]) -> None:
-    """What a run starts with: from here on it can be resumed."""
+    """What a run starts with. The overrides, which `resume=` looks for, come last: once they are there, all is."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in more.items():
         replace(directory / name, content if isinstance(content, str) else document(content))
-    replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(resume.without_resume(overrides))))
-    replace(
-        directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain | {"resume": None, "resume_force": False}))
-    )
+    settled, words = plain | {"resume": None, "resume_force": False}, resume.without_resume(overrides)
+    replace(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settled)))
+    replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -94,6 +94,10 @@ def as_overrides(words: list[str]) -> list[str]:
     given = {_key(word): word.partition("=")[2] for word in words}
     if given.get("resume") in (None, "null"):
         return words
+    if {"-m", "--multirun"} & set(words):
+        raise ValueError(
+            "resume= continues one run; a sweep is continued by its own command, with hydra.sweep.dir= where it is"
+        )
     directory = Path(given["resume"])
     started = directory / "overrides.yaml"
     if not started.is_file():

@@ -12,6 +12,7 @@ from torch import Tensor
 from data.tokenizer import Tokenizer, from_json
 from model.transformer import Transformer
 from train import choices_of, network
+from training.checkpoint import load as load_checkpoint
 
 EPILOG = """examples:
   python scripts/generate.py runs/2026-01-31_12-00-00_rmsnorm_pre_standard_1a2b3c
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def load(run: Path, checkpoint: str) -> tuple[Transformer, Tokenizer]:
-    """The network and the tokenizer of a run directory; ValueError where one of their files is missing."""
+    """The network and the tokenizer of a run directory; ValueError where one of their files is missing or damaged."""
     paths = [run / "checkpoints" / f"{name}.ckpt" for name in dict.fromkeys((checkpoint, "last"))]
     path = next((path for path in paths if path.is_file()), None)
     for needed in (run / "config.yaml", run / "tokenizer.json"):
@@ -60,7 +61,10 @@ def load(run: Path, checkpoint: str) -> tuple[Transformer, Tokenizer]:
     plain: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     tokenizer = from_json((run / "tokenizer.json").read_text(encoding="utf-8"))
     model = network(plain, choices_of(plain), tokenizer.vocab)
-    state = torch.load(path, map_location="cpu", weights_only=True)["state_dict"]
+    try:
+        state = load_checkpoint(path, model)["state_dict"]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; --checkpoint takes the other one, best or last") from None
     model.load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
     return model.eval().float(), tokenizer
 

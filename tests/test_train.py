@@ -1,7 +1,9 @@
 """The command line itself: one run, a sweep, a resume, and what a newcomer does next."""
 
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -126,11 +128,11 @@ def test_a_sweep_goes_on_after_a_job_that_is_refused(tmp_path: Path):
     assert [environment["threads"] for environment in environments] == [1, 1]
 
 
-def start(*words: str, cwd: Path) -> subprocess.Popen[str]:
+def start(*words: str, cwd: Path, **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *words],
         cwd=cwd,
-        env=environment(cwd),
+        env=environment(cwd) | more,
         text=True,
         stderr=subprocess.PIPE,
     )
@@ -242,3 +244,50 @@ def test_one_directory_takes_one_run_at_a_time(tmp_path: Path):
     assert all(said[process] in (refusal, already) for process in processes if process.returncode == 2)
     assert said[processes[-1]] == refusal
     assert json.loads((tmp_path / "run/summary.json").read_text())["verdict"] == "interrupted"
+
+
+def test_generate_names_a_damaged_checkpoint(first, tmp_path: Path):
+    _, directory, cwd = first
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    best = copy / "checkpoints" / "best.ckpt"
+    best.write_bytes(best.read_bytes()[:9000])
+    ended = command("scripts/generate.py", str(copy), "ab", cwd=cwd)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert f"generate.py: {best}: no whole checkpoint of a run" in ended.stderr and "--checkpoint" in ended.stderr
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_slurm_takes_back_a_run_that_it_warned_and_the_same_command_completes_it(tmp_path: Path, array: bool):
+    """SIGUSR1, as `sbatch --signal=USR1@90 --requeue` has it sent."""
+    words = [*WORDS, "steps=3000", "logger=none", "val_every=50"]
+    assert command("train.py", *words, "hydra.run.dir=unbroken", cwd=tmp_path).returncode == 0
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    (tools / "scontrol").chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "1", "PATH": f"{tools}:{os.environ['PATH']}"}
+    slurm |= {"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "4"} if array else {}
+    process = start(*words, "hydra.run.dir=run", cwd=tmp_path, **slurm)
+    wait_for("run/checkpoints/best.ckpt", tmp_path)
+    process.send_signal(signal.SIGUSR1)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGUSR1
+    assert (tmp_path / "asked").read_text() == f"requeue {'70_4' if array else '77'}\n"
+    assert json.loads((tmp_path / "run/summary.json").read_text())["reason"].startswith("SIGUSR1 after step")
+    again = start(*words, "hydra.run.dir=run", cwd=tmp_path, **slurm, SLURM_RESTART_COUNT="1")
+    _, said = again.communicate(timeout=120)
+    assert again.returncode == 0, said
+    records = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("unbroken", "run")]
+    assert [json.loads(line).get("loss") for line in records[0]] == [
+        json.loads(line).get("loss") for line in records[1]
+    ]
+
+
+def test_a_sweep_is_not_resumed_as_a_run(tmp_path: Path):
+    ended = command("train.py", "-m", "resume=x", "norm=rmsnorm,layernorm", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "normlab: resume= continues one run; a sweep is continued by its own command, with hydra.sweep.dir= where it is\n"
+    )

@@ -1,4 +1,7 @@
-"""Checkpoints: written whole or not at all, verified before they are used, and room for them before the first step."""
+"""Checkpoints: written whole or not at all, verified before they are used, and room for them before the first step.
+
+They hold plain containers and tensors alone: no pickled code is ever loaded.
+"""
 
 import shutil
 import zipfile
@@ -7,7 +10,6 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from torch import nn
 
 from stability.records import whole
@@ -15,53 +17,26 @@ from stability.records import whole
 NAMES = ("best", "last")
 
 
-class WholeFiles(CheckpointIO):
-    """Whoever is killed or runs out of space while a checkpoint is written still has the old one. Plain containers and
-    tensors alone: no pickled code is ever loaded. Raises OSError, with the file's name, where it cannot be written."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        with whole(path) as file:
-            try:
-                torch.save(checkpoint, file)
-            except RuntimeError as error:  # torch hides why a write failed behind an error of its own
-                raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
-
-    def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
-        return torch.load(path, map_location="cpu", weights_only=True)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        path.unlink(missing_ok=True)
-
-
-def resume_point(directory: Path, model: nn.Module, run_id: str | None) -> tuple[Path | None, int]:
-    """(The newest checkpoint of this run that is whole, the steps that it has done), or (None, 0) where it has none yet.
-
-    Says which files it leaves aside and why; ValueError where no other is left.
-    """
-    good: dict[int, Path] = {}
-    paths = [path for name in NAMES if (path := directory / "checkpoints" / f"{name}.ckpt").is_file()]
-    for path in paths:
+def save(checkpoint: dict[str, Any], path: Path) -> None:
+    """Whoever is killed or runs out of space meanwhile still has the old one. Raises OSError, with the file's name, where
+    it cannot be written."""
+    with whole(path) as file:
         try:
-            good[_verified(path, model, run_id)] = path
-        except ValueError as error:
-            print(f"{path} is left aside: {error}")
-    if not good and paths:
-        raise ValueError(
-            f"resume={directory}: no checkpoint there can be used; with checkpoints/ moved away it starts again from step 0"
-        )
-    start = max(good, default=0)
-    return good.get(start), start
+            torch.save(checkpoint, file)
+        except RuntimeError as error:  # torch hides why a write failed behind an error of its own
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
-def _verified(path: Path, model: nn.Module, run_id: str | None) -> int:
-    """The steps that a checkpoint has done; ValueError with the reason if it is not whole or not of this run."""
+def load(path: Path, model: nn.Module, run_id: str | None = None) -> dict[str, Any]:
+    """A checkpoint of `model`, and of the run `run_id` where that is known, its tensors mapped from the file; ValueError
+    with the reason where it is not whole or another's."""
     try:
         with zipfile.ZipFile(path) as file:
             damaged = file.testzip()  # every byte against its checksum, which torch.load does not do
         if damaged:
             raise ValueError(f"damaged ({damaged})")
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        step, weights, owner = int(found["global_step"]), found["state_dict"], found["run"]
+        found: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        weights, owner, _ = found["state_dict"], found["run"], int(found["global_step"])
     except (RuntimeError, OSError, EOFError, KeyError, TypeError, UnpicklingError, zipfile.BadZipFile) as error:
         raise ValueError(f"no whole checkpoint of a run ({type(error).__name__}: {str(error)[:60].strip()})") from None
     if run_id is not None and owner != run_id:
@@ -73,7 +48,27 @@ def _verified(path: Path, model: nn.Module, run_id: str | None) -> int:
             raise ValueError(f"it holds another network ({name}: {there} there, {tuple(tensor.shape)} here)")
     if shapes:
         raise ValueError(f"it holds another network ({next(iter(shapes))} is not in this one)")
-    return step
+    return found
+
+
+def resume_point(directory: Path, model: nn.Module, run_id: str | None) -> tuple[Path | None, int]:
+    """(The newest checkpoint of this run that is whole, the steps that it has done), or (None, 0) where it has none yet.
+
+    Says which files it leaves aside and why; ValueError where no other is left.
+    """
+    good: dict[int, Path] = {}
+    paths = [path for name in NAMES if (path := directory / "checkpoints" / f"{name}.ckpt").is_file()]
+    for path in paths:
+        try:
+            good[int(load(path, model, run_id)["global_step"])] = path
+        except ValueError as error:
+            print(f"{path} is left aside: {error}")
+    if not good and paths:
+        raise ValueError(
+            f"resume={directory}: no checkpoint there can be used; with checkpoints/ moved away it starts again from step 0"
+        )
+    start = max(good, default=0)
+    return good.get(start), start
 
 
 def check_space(directory: Path, model: nn.Module, *, steps: int, log_every: int, depth: int) -> None:

@@ -5,10 +5,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from training.checkpoint import save
 from training.recorder import Recorder
 from training.signals import Signals
 from training.task import Task, next_token_loss
@@ -73,6 +75,19 @@ def _finite(model: torch.nn.Module) -> bool:
     """Parameters and running statistics."""
     norms = torch._foreach_norm([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
     return bool(torch.isfinite(torch.stack(norms)).all())
+
+
+class WholeFiles(CheckpointIO):
+    """Has Lightning read and write checkpoints as `training/checkpoint.py` does."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        save(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        Path(path).unlink(missing_ok=True)
 
 
 class Stop(Callback):

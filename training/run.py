@@ -30,8 +30,7 @@ from stability.locate import Place, first_bad_place
 from stability.records import document, read, replace
 from stability.verdict import judge, spikes, tail
 from training import device as machine
-from training.checkpoint import WholeFiles
-from training.pace import Bar, Lines, Pace, Stop
+from training.pace import Bar, Lines, Pace, Stop, WholeFiles
 from training.recorder import Recorder
 from training.schedule import Constant
 from training.signals import Signals, name

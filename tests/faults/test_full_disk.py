@@ -19,7 +19,7 @@ from stability.records import whole
 from tests.faults.test_kill import WORDS, finished, start
 from tests.training.test_resume import go_on
 from tests.training.test_run import steps
-from training.checkpoint import WholeFiles
+from training.checkpoint import save
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def test_a_run_that_finds_no_room_says_so_and_goes_on_later(run, tmp_path: Path,
 
 def test_a_file_is_whole_or_the_old_one(tmp_path: Path):
     path = tmp_path / "file.ckpt"
-    for write in (lambda: WholeFiles().save_checkpoint({"a": torch.zeros(99_999)}, path), lambda: _text(path)):
+    for write in (lambda: save({"a": torch.zeros(99_999)}, path), lambda: _text(path)):
         path.write_text("the old one")
         with pytest.raises(OSError, match="File too large") as caught, files_of_at_most(5_000):
             write()
