@@ -7,15 +7,13 @@ What a user can get wrong is answered in one line and exit code 2, before lightn
 """
 
 import gc
-import io
 import os
 import secrets
 import sys
 import traceback
-from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -31,9 +29,10 @@ from conf.check import check, check_hydra, check_network
 from conf.explain import explain
 from conf.help import text as help_text
 from conf.schema import AXES, Run
-from conf.sweep import Remember
+from conf.sweep import Remember, logged
 from stability import sweep as jobs
-from stability.records import document, replace, without_steps
+from stability.records import without_steps
+from stability.whole import document, replace
 from training.signals import REQUEUE, Interrupted, Signals, requeue, requeued
 
 if TYPE_CHECKING:
@@ -132,12 +131,8 @@ def _train(
     from training.checkpoint import check_space, resume_point
     from training.describe import closing, describe
 
-    device, context, steps, force = (
-        machine.accelerator(),
-        plain["model"]["context"],
-        plain["steps"],
-        plain["resume_force"],
-    )
+    context, steps, force = plain["model"]["context"], plain["steps"], plain["resume_force"]
+    device = machine.accelerator()
     machine.precision(plain["precision"], device)
     rows = plain["batch"] // plain["accumulate"]
     asked = plain["threads"] or before.environment.get("threads") or threads
@@ -161,7 +156,6 @@ def _train(
         described = "\n".join([described, *notes])
     check_space(directory, model, steps=steps, log_every=plain["log_every"], depth=model.depth)
     with signals.deferred():
-        directory.mkdir(parents=True, exist_ok=True)
         from training.run import Parts, fit
 
         built = Parts(
@@ -233,7 +227,7 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
     belongs to the sweep. What it says, with the traceback of an error, stands in `job.log` too."""
     if Remember.sweep:
         jobs.write(Remember.sweep.directory, jobs.rows(Remember.sweep.directory, Remember.sweep.jobs))
-    with (directory / "job.log").open("a", encoding="utf-8") as log, redirect_stdout(Both(sys.stdout, log)):
+    with logged(directory / "job.log") as log:
         print(f"\njob {number}: {' '.join(words)}", flush=True)
         try:
             summary, code = train(cfg, directory, axes, words, sweep=True)
@@ -262,9 +256,7 @@ def main() -> None:
     if sweep := Remember.sweep:
         rows = jobs.rows(sweep.directory, sweep.jobs)
         jobs.write(sweep.directory, rows)
-        jobs.show(rows)
-        if any(row.verdict in jobs.MISSING for row in rows):
-            print(f"the same command with hydra.sweep.dir={sweep.directory} does what is missing")
+        jobs.show(rows, sweep.directory)
         code = code or (FAILED if any(row.verdict not in jobs.DONE for row in rows) else 0)
     sys.exit(code)
 
@@ -291,22 +283,6 @@ def _run() -> int:
         print(f"normlab: {stop}", file=sys.stderr)
         return 128 + stop.number
     return 0
-
-
-class Both(io.TextIOBase):
-    """What is written goes into each of the files."""
-
-    def __init__(self, *files: TextIO) -> None:
-        self.files = files
-
-    def write(self, text: str) -> int:
-        for file in self.files:
-            file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        for file in self.files:
-            file.flush()
 
 
 def _own_words(error: Exception) -> str:

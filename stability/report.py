@@ -20,7 +20,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from stability.records import Array, Run, label, replace
+from stability.records import Array, Run, label
+from stability.whole import replace
 
 # Okabe and Ito's palette, which survives colour blindness and grey print; its yellow is left out, too faint on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"

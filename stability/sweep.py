@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from stability.records import metrics_line, replace
+from stability.records import metrics_line
+from stability.whole import replace
 
 DONE = {"stable", "spiky", "stalled", "too_short"}
 JUDGED = {*DONE, "diverged"}  # a diverged job is a result: the sweep does not start it again
@@ -42,8 +43,9 @@ def write(directory: Path, rows: Sequence[Row]) -> None:
     replace(directory / "sweep.jsonl", "".join(metrics_line(asdict(row)) + "\n" for row in rows))
 
 
-def show(rows: Sequence[Row]) -> None:
-    """The table on the terminal; of the overrides only those that are not the same in all jobs."""
+def show(rows: Sequence[Row], directory: Path) -> None:
+    """The table on the terminal, of the overrides only those that are not the same in all jobs; then why jobs have no
+    result, and what to do about those that are missing."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -61,6 +63,8 @@ def show(rows: Sequence[Row]) -> None:
     for row in rows:
         if row.verdict not in DONE and row.reason:
             console.print(f"job {row.job}, {row.verdict}: {row.reason}", soft_wrap=True)
+    if any(row.verdict in MISSING for row in rows):
+        console.print(f"the same command with hydra.sweep.dir={directory} does what is missing", soft_wrap=True)
 
 
 def _recorded(directory: Path) -> Iterator[tuple[Path, list[str]]]:

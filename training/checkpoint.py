@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stability.records import whole
+from stability.whole import whole
 
 NAMES = ("best", "last")
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from stability.gradients import GradientNorms
 from stability.locate import Place
-from stability.records import block_norms, lines, metrics_line, naming, replace
+from stability.records import block_norms, lines, metrics_line
 from stability.verdict import Watch
+from stability.whole import naming, replace
 from training.wandb import Log
 
 Locate = Callable[[int, np.ndarray], Place | None]

@@ -27,8 +27,9 @@ from model.inventory import inventory
 from model.transformer import Transformer
 from stability.gradients import GradientNorms
 from stability.locate import Place, first_bad_place
-from stability.records import document, read, replace
+from stability.records import read
 from stability.verdict import judge, spikes, tail
+from stability.whole import document, replace
 from training import device as machine
 from training.pace import Bar, Lines, Pace, Stop, WholeFiles
 from training.recorder import Recorder
@@ -207,7 +208,7 @@ def _summary(
 def _earlier(directory: Path) -> float:
     """Seconds that a resumed run took before; 0 where it left no summary."""
     path = directory / "summary.json"
-    return float(json.loads(path.read_text(encoding="utf-8"))["wall_time_s"]) if path.is_file() else 0.0
+    return float(json.loads(path.read_text(encoding="utf-8"))["wall_time_s"] or 0.0) if path.is_file() else 0.0
 
 
 def _draw(parts: Parts, summary: dict[str, Any]) -> None:

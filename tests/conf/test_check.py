@@ -6,13 +6,15 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, open_dict
 
 from conf.check import check, check_hydra, check_network, nearest
 from conf.help import choices, defaults, summary, text
 from conf.resume import as_overrides
 from conf.schema import AXES, SCALARS
+from conf.sweep import Remember
 from tests.conftest import ROOT, SHARED, config, environment
 
 ROWS = SHARED / "cases" / "bad_overrides.txt"
@@ -246,3 +248,21 @@ def test_resume_puts_the_runs_own_overrides_first(tmp_path: Path):
     words = as_overrides([f"resume={tmp_path}", "steps=20"])
     assert words == ["norm=layernorm", f"resume={tmp_path}", "steps=20", f"hydra.run.dir={tmp_path}"]
     assert as_overrides(["steps=20"]) == ["steps=20"]
+
+
+@pytest.mark.parametrize(
+    "words, jobs",
+    [
+        (["seed=1,2", "steps=3"], [["seed=1", "steps=3"], ["seed=2", "steps=3"]]),
+        (["seed=range(1,3)"], [["seed=1"], ["seed=2"]]),
+        (["name='a,b'", "norm=rmsnorm,none"], [["name='a,b'", "norm=rmsnorm"], ["name='a,b'", "norm=none"]]),
+    ],
+)
+def test_a_sweeps_jobs_are_known_before_they_start(tmp_path: Path, words, jobs):
+    with initialize_config_dir(version_base="1.3", config_dir=str(ROOT / "conf")):
+        cfg = compose("config", [f"hydra.sweep.dir={tmp_path}"], return_hydra_config=True)
+    with open_dict(cfg):
+        cfg.hydra.overrides.task = words
+    Remember().on_multirun_start(cfg)
+    assert (Remember.sweep.directory, Remember.sweep.jobs) == (tmp_path, jobs)
+    Remember.sweep = None

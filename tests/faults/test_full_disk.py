@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stability.records import whole
+from stability.whole import whole
 from tests.faults.test_kill import WORDS, finished, start
 from tests.training.test_resume import go_on
 from tests.training.test_run import steps

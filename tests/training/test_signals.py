@@ -1,0 +1,74 @@
+"""Where a signal is answered at once, and where it waits."""
+
+import os
+import signal
+import threading
+from contextlib import suppress
+
+import pytest
+
+from training.signals import Interrupted, Signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_while_nothing_can_be_lost_it_is_answered_at_once(number: int):
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted, match=signal.Signals(number).name) as caught, Signals():
+        os.kill(os.getpid(), number)
+    assert caught.value.number == number
+    assert signal.getsignal(number) is before
+
+
+def test_nothing_swallows_it():
+    assert not issubclass(Interrupted, Exception)  # so that no `except Exception` in a library does
+    with pytest.raises(Interrupted), Signals(), suppress(Exception):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_while_deferred_it_is_noted(capsys):
+    with Signals() as signals:
+        with signals.deferred():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.received == signal.SIGTERM
+        assert "SIGTERM: stopping after this step; a second signal stops at once" in capsys.readouterr().err
+
+
+def test_a_second_one_ends_the_process(monkeypatch):
+    ended = []
+    monkeypatch.setattr("os._exit", ended.append)
+    with Signals() as signals, signals.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [130]
+
+
+def test_one_that_got_lost_is_found_before_there_is_something_to_lose():
+    """What a handler raises can vanish, in a destructor for instance."""
+    with Signals() as signals:
+        signals.received = signal.SIGINT
+        with pytest.raises(Interrupted), signals.deferred():
+            pytest.fail("it should not begin")
+
+
+def test_slurms_warning_counts_under_slurm_alone(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    before = signal.getsignal(signal.SIGUSR1)
+    with Signals():
+        assert signal.getsignal(signal.SIGUSR1) is before
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(Interrupted, match="SIGUSR1"), Signals():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_in_another_thread_nothing_happens():
+    before, went = signal.getsignal(signal.SIGTERM), []
+
+    def work() -> None:
+        with Signals() as signals, signals.deferred():
+            went.append(signal.getsignal(signal.SIGTERM) is before)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert went == [True]
