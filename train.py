@@ -123,6 +123,7 @@ def _train(
     threads: int | None,
 ) -> tuple[dict[str, Any], int]:
     choices, schedule, corpus = check_whole(plain, axes)
+    signals.check()
     import torch
 
     from data.tokens import prepare
@@ -138,7 +139,8 @@ def _train(
     asked = plain["threads"] or before.environment.get("threads") or threads
     torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
 
-    tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+    with signals.at_once():
+        tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
     resume.check_text(before, tokens.hash, force=force)
     order = {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
     windows = Windows(tokens.train, context=context, **order)
@@ -155,32 +157,32 @@ def _train(
         environment, notes = before.goes_on(environment, start)
         described = "\n".join([described, *notes])
     check_space(directory, model, steps=steps, log_every=plain["log_every"], depth=model.depth)
-    with signals.deferred():
-        from training.run import Parts, fit
+    from training.run import Parts, fit
 
-        built = Parts(
-            directory=directory,
-            model=model,
-            optimizer=instantiate(plain["optimizer"]),
-            schedule=schedule,
-            windows=windows,
-            train=train_loader(
-                windows, start=start * plain["accumulate"], workers=plain["workers"], pin_memory=device == "cuda"
-            ),
-            val=val_loader(held_out, batch=rows),
-            tokens=tokens,
-            log=instantiate(plain["logger"])(directory, facts["name"], plain),
-            signals=signals,
-            run_id=environment["run"],
-            device=device,
-            checkpoint=checkpoint,
-            start=start,
-        )
-        print(described, flush=True)
-        tokenizer = tokens.tokenizer.to_json()
-        _lay_down(directory, plain, overrides, {"environment.json": environment, "tokenizer.json": tokenizer})
-        summary, code = fit(built, plain, facts)
-        print(closing(summary, directory), flush=True)
+    signals.check()  # the last: from here on there is something to lose
+    built = Parts(
+        directory=directory,
+        model=model,
+        optimizer=instantiate(plain["optimizer"]),
+        schedule=schedule,
+        windows=windows,
+        train=train_loader(
+            windows, start=start * plain["accumulate"], workers=plain["workers"], pin_memory=device == "cuda"
+        ),
+        val=val_loader(held_out, batch=rows),
+        tokens=tokens,
+        log=instantiate(plain["logger"])(directory, facts["name"], plain),
+        signals=signals,
+        run_id=environment["run"],
+        device=device,
+        checkpoint=checkpoint,
+        start=start,
+    )
+    print(described, flush=True)
+    tokenizer = tokens.tokenizer.to_json()
+    _lay_down(directory, plain, overrides, {"environment.json": environment, "tokenizer.json": tokenizer})
+    summary, code = fit(built, plain, facts)
+    print(closing(summary, directory), flush=True)
     return summary, code
 
 
@@ -267,7 +269,7 @@ def _run() -> int:
     # argparse takes `-m` only before the overrides
     sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     try:
-        with Signals():
+        with Signals() as signals, signals.at_once():
             sys.argv[1:] = resume.as_overrides(sys.argv[1:])
             check_hydra(sys.argv[1:])
             job()

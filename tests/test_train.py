@@ -160,17 +160,20 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path):
     assert [row["verdict"] for row in rows] == ["interrupted", "not_started", "not_started"]
 
 
+@pytest.mark.parametrize("moment", ["run/.lock", "*.lock"], ids=["while importing", "while preparing the text"])
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_while_starting_is_recorded_and_the_run_starts_when_resumed(tmp_path: Path, number: int, code: int):
+def test_a_signal_before_the_first_step_is_recorded_and_the_run_starts_when_resumed(
+    tmp_path: Path, moment: str, number: int, code: int
+):
     words = [*WORDS, "steps=3", "logger=none", "data.tokens=3000000", "hydra.run.dir=run"]
     process = start(*words, cwd=tmp_path)
-    wait_for("run", tmp_path)  # the text takes seconds to make: this is before the first step
-    time.sleep(0.3)
+    wait_for(moment, tmp_path)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
     assert process.returncode == code
     name = signal.Signals(number).name
-    assert said == f"normlab: {name} before the first step; resume=run starts it\n"
+    waited = f"\n{name}: stopping at the next safe point; a second signal stops at once\n" * moment.startswith("run")
+    assert said == f"{waited}normlab: {name} before the first step; resume=run starts it\n"
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["verdict"], summary["reason"]) == ("interrupted", f"{name} before the first step")
     ended = command("train.py", "resume=run", cwd=tmp_path)

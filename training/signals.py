@@ -14,7 +14,7 @@ REQUEUE = signal.SIGUSR1
 
 
 class Interrupted(BaseException):
-    """The process was told to stop while there was nothing to lose. No Exception, so that nothing swallows it."""
+    """The process was told to stop and has nothing to lose. No Exception, so that nothing swallows it."""
 
     def __init__(self, number: int) -> None:
         super().__init__(name(number))
@@ -22,8 +22,10 @@ class Interrupted(BaseException):
 
 
 class Signals:
-    """Inside the context the first signal raises `Interrupted`; inside `deferred` it is only noted in `received`, for
-    the training loop to stop after the step under way; a second one ends the process at once, whatever it is at.
+    """Inside the context the first signal is noted in `received`, for `check` to raise `Interrupted` or for the training
+    loop to stop after the step under way. Inside `at_once` it raises where it finds the program: for what takes long and
+    is plain Python, since an exception in the midst of a library's import can end the process without a word. A second
+    signal ends the process, whatever it is at.
 
     On the way out the handlers that were there before come back. In a thread other than the main one, which Python lets
     no handler be set from, nothing happens.
@@ -31,7 +33,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self._deferring = False
+        self._at_once = False
         self._found: dict[int, Any] = {}
 
     def __enter__(self) -> "Signals":
@@ -51,24 +53,28 @@ class Signals:
         for number in self._found:
             signal.signal(number, self._note)
 
-    @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """From here on there is something to lose. Raises `Interrupted` on entry for a signal that got lost before."""
+    def check(self) -> None:
+        """A safe point: raises `Interrupted` for a signal that has been received."""
         if self.received:
             raise Interrupted(self.received)
-        self._deferring = True
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        self.check()
+        self._at_once = True
         try:
             yield
         finally:
-            self._deferring = False
+            self._at_once = False
+        self.check()  # what a handler raises can get lost, in a destructor for instance
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received:
             os._exit(128 + number)
         self.received = number
-        if not self._deferring:
+        if self._at_once:
             raise Interrupted(number)
-        print(f"\n{name(number)}: stopping after this step; a second signal stops at once", file=sys.stderr)
+        print(f"\n{name(number)}: stopping at the next safe point; a second signal stops at once", file=sys.stderr)
 
 
 def name(number: int) -> str:

@@ -1,4 +1,4 @@
-"""Where a signal is answered at once, and where it waits."""
+"""Where a signal is answered at once, and where it waits for a safe point."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from training.signals import Interrupted, Signals
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_while_nothing_can_be_lost_it_is_answered_at_once(number: int):
     before = signal.getsignal(number)
-    with pytest.raises(Interrupted, match=signal.Signals(number).name) as caught, Signals():
+    with pytest.raises(Interrupted, match=signal.Signals(number).name) as caught, Signals() as s, s.at_once():
         os.kill(os.getpid(), number)
     assert caught.value.number == number
     assert signal.getsignal(number) is before
@@ -21,33 +21,35 @@ def test_while_nothing_can_be_lost_it_is_answered_at_once(number: int):
 
 def test_nothing_swallows_it():
     assert not issubclass(Interrupted, Exception)  # so that no `except Exception` in a library does
-    with pytest.raises(Interrupted), Signals(), suppress(Exception):
+    with pytest.raises(Interrupted), Signals() as signals, signals.at_once(), suppress(Exception):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_while_deferred_it_is_noted(capsys):
+def test_elsewhere_it_waits_for_a_safe_point(capsys):
     with Signals() as signals:
-        with signals.deferred():
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert signals.received == signal.SIGTERM
-        assert "SIGTERM: stopping after this step; a second signal stops at once" in capsys.readouterr().err
+        signals.check()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.received == signal.SIGTERM
+        assert "SIGTERM: stopping at the next safe point; a second signal stops at once" in capsys.readouterr().err
+        with pytest.raises(Interrupted):
+            signals.check()
+        with pytest.raises(Interrupted), signals.at_once():
+            pytest.fail("it should not begin")
 
 
 def test_a_second_one_ends_the_process(monkeypatch):
     ended = []
     monkeypatch.setattr("os._exit", ended.append)
-    with Signals() as signals, signals.deferred():
+    with Signals():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
     assert ended == [130]
 
 
-def test_one_that_got_lost_is_found_before_there_is_something_to_lose():
-    """What a handler raises can vanish, in a destructor for instance."""
-    with Signals() as signals:
-        signals.received = signal.SIGINT
-        with pytest.raises(Interrupted), signals.deferred():
-            pytest.fail("it should not begin")
+def test_one_whose_exception_got_lost_is_found_at_the_end_of_the_block():
+    # as a destructor swallows it
+    with Signals() as signals, pytest.raises(Interrupted), signals.at_once(), suppress(Interrupted):
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_slurms_warning_counts_under_slurm_alone(monkeypatch):
@@ -56,7 +58,7 @@ def test_slurms_warning_counts_under_slurm_alone(monkeypatch):
     with Signals():
         assert signal.getsignal(signal.SIGUSR1) is before
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with pytest.raises(Interrupted, match="SIGUSR1"), Signals():
+    with pytest.raises(Interrupted, match="SIGUSR1"), Signals() as signals, signals.at_once():
         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) is before
 
@@ -65,7 +67,7 @@ def test_in_another_thread_nothing_happens():
     before, went = signal.getsignal(signal.SIGTERM), []
 
     def work() -> None:
-        with Signals() as signals, signals.deferred():
+        with Signals() as signals, signals.at_once():
             went.append(signal.getsignal(signal.SIGTERM) is before)
 
     thread = threading.Thread(target=work)
