@@ -40,13 +40,15 @@ def finish(cwd: Path, run: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory) -> tuple[Path, bytes, float]:
-    """(Where the runs live, the record of one that nothing happened to, the seconds that it took)."""
+def unbroken(tmp_path_factory) -> tuple[Path, bytes, float, float]:
+    """(Where the runs live, the record of one that nothing happened to, the seconds that it took to start and to train)."""
     cwd = tmp_path_factory.mktemp("killed")
     finished(cwd, *WORDS, "hydra.run.dir=first")  # the tokens are made by this one
     began = time.monotonic()
     finished(cwd, *WORDS, "hydra.run.dir=unbroken")
-    return cwd, (cwd / "unbroken/metrics.jsonl").read_bytes(), time.monotonic() - began
+    took = time.monotonic() - began
+    training = json.loads((cwd / "unbroken/summary.json").read_text())["wall_time_s"]
+    return cwd, (cwd / "unbroken/metrics.jsonl").read_bytes(), took - training, training
 
 
 def intact(run: Path, record: bytes) -> None:
@@ -66,7 +68,7 @@ def stage(run: Path) -> str:
 @pytest.mark.parametrize("seed", range(2))
 def test_kill_again_and_again_leaves_the_unbroken_record(unbroken, seed: int):
     """One run, killed eight times."""
-    cwd, record, _ = unbroken
+    cwd, record, *_ = unbroken
     draw, run, midway = random.Random(seed), cwd / f"again{seed}", 0
     for kill in range(8):
         resuming = (run / "overrides.yaml").is_file()
@@ -91,12 +93,18 @@ def _size(run: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
 
 
-def ended_by(number: int, trial: int, unbroken: tuple[Path, bytes, float]) -> str:
-    """One run, one signal at a random moment of its life, and what must hold then; how far it had come."""
-    cwd, record, seconds = unbroken
-    run = cwd / f"{signal.Signals(number).name}{trial}"
+def ended_by(number: int, trial: int, unbroken: tuple[Path, bytes, float, float]) -> str:
+    """One run, one signal at a random moment, of its start for even trials and of its training for odd ones, and what must
+    hold then; how far it had come."""
+    cwd, record, starting, training = unbroken
+    run, draw = cwd / f"{signal.Signals(number).name}{trial}", random.Random(1000 * number + trial)
     process = start(cwd, *WORDS, f"hydra.run.dir={run}")
-    time.sleep(random.Random(1000 * number + trial).uniform(0.1, 0.95 * seconds))
+    if trial % 2:
+        while not _size(run) and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, training))
+    else:
+        time.sleep(draw.uniform(0.1, starting))
     came = "done" if process.poll() is not None else stage(run)
     process.send_signal(number)
     said, _ = process.communicate(timeout=120)
