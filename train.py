@@ -28,10 +28,12 @@ from conf import resume
 from conf.check import check, check_hydra, check_network
 from conf.explain import explain
 from conf.help import text as help_text
+from conf.output import guarded, logged
 from conf.schema import AXES, Run
-from conf.sweep import Remember, logged
+from conf.sweep import Remember
 from stability import sweep as jobs
-from stability.records import without_steps
+from stability.records import lost, without_steps
+from stability.verdict import DIVERGED, FAILED, REFUSED
 from stability.whole import document, replace
 from training.signals import REQUEUE, Interrupted, Signals, requeue, requeued
 
@@ -46,7 +48,6 @@ ConfigStore.instance().store(name="schema", node=Run)
 OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
 OmegaConf.register_new_resolver("axes", help_text, replace=True)
 
-FAILED, USAGE, DIVERGED = 1, 2, 3  # exit codes; 128 + n after signal n
 # nats: what a sweeper is told of a job that diverged, failed or was refused; finite, since nan would end the sweep
 PENALTY = 100.0
 
@@ -104,13 +105,15 @@ def train(
             print(f"nothing to do: {before.done} of {plain['steps']} steps are done ({verdict})", flush=True)
             return before.summary, DIVERGED if verdict == "diverged" else 0
         try:
-            return _train(plain, before, directory, axes, overrides, signals, threads=1 if sweep else None)
+            summary, code = _train(plain, before, directory, axes, overrides, signals, threads=1 if sweep else None)
         except Interrupted as stop:
-            print(f"normlab: {stop} before the first step; resume={directory} starts it", file=sys.stderr)
-            summary = without_steps("interrupted", f"{stop} before the first step", axes=axes, steps=plain["steps"])
-            if not (directory / "config.yaml").is_file():
+            reason = f"{stop} before its {'next' if before.config else 'first'} step"
+            print(f"normlab: {reason}; resume={directory} goes on", file=sys.stderr)
+            summary, code = without_steps("interrupted", reason, axes=axes, steps=plain["steps"]), 0
+            if not before.config:
                 _lay_down(directory, plain, overrides, {"summary.json": summary})
-            return summary, 128 + stop.number
+        # one that came too late to interrupt still ends the process, and the sweep
+        return summary, 128 + signals.received if signals.received else code
 
 
 def _train(
@@ -151,10 +154,16 @@ def _train(
 
     checkpoint, start, environment = None, 0, machine.environment(device, tokens)
     if plain["resume"] is not None:
-        checkpoint, start = resume_point(directory, model, before.environment.get("run"))
+        checkpoint, start, run_id = resume_point(directory, model, before.environment.get("run"))
+        before.check_steps(start)
+        if (gap := lost(directory / "metrics.jsonl", start)) and not force:
+            raise before.refuse(
+                f"metrics.jsonl lacks {len(gap)} of the {start} steps done (the first is {gap[0]}): put it back, move "
+                "checkpoints/ away to start again from step 0, say resume_force=true to go on with the gap"
+            )
         if before.changed and not force:
             resume.check_schedule(before, instantiate(before.config["schedule"]), schedule, steps, start)
-        environment, notes = before.goes_on(environment, start)
+        environment, notes = before.goes_on(environment | {"run": run_id or environment["run"]}, start)
         described = "\n".join([described, *notes])
     check_space(directory, model, steps=steps, log_every=plain["log_every"], depth=model.depth)
     from training.run import Parts, fit
@@ -216,37 +225,37 @@ def job(cfg: DictConfig) -> float:
         _, code = train(cfg, directory, dict(here.runtime.choices), words)
     except (ValueError, InstantiationException) as error:
         code = _usage(_own_words(error))
+    except OSError as error:
+        code = _usage(_where(error))
     finally:
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
-    if code == 128 + REQUEUE:
-        requeue()
     sys.exit(code)
 
 
 def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: list[str], number: int) -> float:
     """A job of a sweep: it never raises or exits, since that would lose the jobs that follow, except for a signal, which
     belongs to the sweep. What it says, with the traceback of an error, stands in `job.log` too."""
-    if Remember.sweep:
-        jobs.write(Remember.sweep.directory, jobs.rows(Remember.sweep.directory, Remember.sweep.jobs))
+    if (sweep := Remember.sweep) and not sweep.ran:
+        jobs.write(sweep.directory, jobs.rows(sweep.directory, sweep.jobs, {}))
     with logged(directory / "job.log") as log:
         print(f"\njob {number}: {' '.join(words)}", flush=True)
         try:
             summary, code = train(cfg, directory, axes, words, sweep=True)
         except (ValueError, InstantiationException) as error:
-            summary, code = without_steps("refused", _own_words(error)), USAGE
+            summary, code = without_steps("refused", _own_words(error)), REFUSED
         except Exception as error:
             traceback.print_exc(file=log)
             summary, code = without_steps("failed", f"{type(error).__name__}: {error}"), FAILED
         if not (directory / "config.yaml").is_file():
             replace(directory / "summary.json", document(summary))
             replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
-        if code in (USAGE, FAILED):
+        if code in (REFUSED, FAILED):
             for place in (log, sys.stderr):
                 print(f"normlab: job {number} {summary['verdict']}: {summary['reason']}", file=place, flush=True)
+    if sweep:
+        sweep.ran[number] = directory, summary
     gc.collect()  # a trainer refers to itself: the next job may need its memory
-    if code == 128 + REQUEUE:
-        requeue()
     if code > 128:
         sys.exit(code)
     return PENALTY if code or summary["final_loss"] is None else float(summary["final_loss"])
@@ -254,20 +263,21 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
 
 def main() -> None:
     """The command line. A sweep ends with its table, and with 1 where a job was refused, failed or diverged."""
-    code = _run()
-    if sweep := Remember.sweep:
-        rows = jobs.rows(sweep.directory, sweep.jobs)
-        jobs.write(sweep.directory, rows)
-        jobs.show(rows, sweep.directory)
-        code = code or (FAILED if any(row.verdict not in jobs.DONE for row in rows) else 0)
+    with guarded():
+        code = _run()
+        if (sweep := Remember.sweep) and code != REFUSED:
+            rows = jobs.rows(sweep.directory, sweep.jobs, sweep.ran)
+            jobs.show(rows, sweep.directory)
+            jobs.write(sweep.directory, rows)
+            code = code or (FAILED if any(row.verdict not in jobs.DONE for row in rows) else 0)
+        if code == 128 + REQUEUE:
+            requeue()
     sys.exit(code)
 
 
 def _run() -> int:
     """The exit code; Hydra's own errors become one line that names the key and the way out."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise them here, not print them with advice
-    # argparse takes `-m` only before the overrides
-    sys.argv[1:] = sorted(sys.argv[1:], key=lambda word: word not in ("-m", "--multirun"))
     try:
         with Signals() as signals, signals.at_once():
             sys.argv[1:] = resume.as_overrides(sys.argv[1:])
@@ -278,9 +288,7 @@ def _run() -> int:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         return _usage(explain(error))
     except OSError as error:
-        if error.filename is None:
-            raise
-        return _usage(f"{error.filename}: {error.strerror}; hydra.run.dir or hydra.sweep.dir names another place")
+        return _usage(_where(error))
     except Interrupted as stop:
         print(f"normlab: {stop}", file=sys.stderr)
         return 128 + stop.number
@@ -292,9 +300,16 @@ def _own_words(error: Exception) -> str:
     return str(error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error)
 
 
+def _where(error: OSError) -> str:
+    """A place that cannot be written or read; any other error of the system is raised again."""
+    if error.filename is None:
+        raise error
+    return f"{error.filename}: {error.strerror}; hydra.run.dir or hydra.sweep.dir names another place"
+
+
 def _usage(line: str) -> int:
     print(f"normlab: {line}", file=sys.stderr)
-    return USAGE
+    return REFUSED
 
 
 if __name__ == "__main__":

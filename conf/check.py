@@ -52,6 +52,8 @@ def check_hydra(words: list[str]) -> None:
     schema = OmegaConf.structured(HydraConf)
     for word in words:
         path = word.partition("=")[0].lstrip("+").split(".")
+        if path == ["hydra", "job", "chdir"] and word.partition("=")[2].lower() != "false":
+            raise ValueError("hydra.job.chdir: a run stays in the working directory; its own is hydra.run.dir")
         if not word.startswith("+") or path[0] != "hydra":
             continue
         node: Any = schema

@@ -9,6 +9,11 @@ from typing import Any, Protocol
 
 import yaml
 from filelock import FileLock, Timeout
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 # what changes how a run is watched or when it is given up, not what it computes
 FREE = {"resume", "resume_force", "name", "log_every", "val_every", "save_every", "patience", "workers"}
@@ -38,6 +43,11 @@ class Before:
         """The steps that were taken when it was last judged; 0 where it was killed before."""
         return int(self.summary.get("steps_done") or 0)
 
+    def check_steps(self, done: int) -> None:
+        """ValueError where fewer steps are asked for than are done."""
+        if done > self.asked["steps"]:
+            raise self.refuse(f"{done} steps are done, and steps={self.asked['steps']}: ask for more")
+
     def goes_on(self, now: dict[str, Any], step: int) -> tuple[dict[str, Any], list[str]]:
         """(The run's `environment.json` from `step` on, what is to be said): `now` is the environment of this process."""
         if not self.environment:
@@ -53,8 +63,9 @@ class Before:
         notes = [
             f"resumed: {name} was {then}, is {new} from step {step + 1} on" for name, (then, new) in differ.items()
         ]
-        change = {"after_step": step} | {name: new for name, (_, new) in differ.items()}
-        return self.environment | {"changed": [*self.environment.get("changed", []), change]}, notes
+        change = {"after_step": step} | {name: {"was": then, "is": new} for name, (then, new) in differ.items()}
+        kept = {"run": self.environment["run"], "changed": [*self.environment.get("changed", []), change]}
+        return now | kept, notes
 
     def refuse(self, why: str) -> ValueError:
         return ValueError(f"resume={self.directory}: {why}, or start a new run")
@@ -79,31 +90,79 @@ def claimed(directory: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if not any(path.name != ".lock" for path in directory.iterdir()):  # refused: nothing stays behind
-            with suppress(OSError):
+        with suppress(OSError):
+            if not any(path.name != ".lock" for path in directory.iterdir()):  # refused: nothing stays behind
                 (directory / ".lock").unlink()
                 directory.rmdir()
         lock.release()
 
 
 def as_overrides(words: list[str]) -> list[str]:
-    """The command line as it is, or, where it says `resume=DIR`, with what DIR was started with before it.
+    """The command line, options first, as it is, or, where it says `resume=DIR`, with what DIR was started with before it:
+    less what the command line says anew, and less an axis's own keys where it chooses the axis anew.
 
     Raises ValueError where DIR is no run directory.
     """
-    given = {_key(word): word.partition("=")[2] for word in words}
-    if given.get("resume") in (None, "null"):
-        return words
-    if {"-m", "--multirun"} & set(words):
+    options, words = _options_first(words)
+    given = {_key(word): word for word in words}
+    if given.get("resume", "resume=null") == "resume=null":
+        return [*options, *words]
+    if {"-m", "--multirun"} & set(options):
         raise ValueError(
             "resume= continues one run; a sweep is continued by its own command, with hydra.sweep.dir= where it is"
         )
-    directory = Path(given["resume"])
-    started = directory / "overrides.yaml"
-    if not started.is_file():
-        raise ValueError(f"resume={directory}: no run to continue there ({started.name} is missing)")
-    before = [word for word in yaml.safe_load(started.read_text(encoding="utf-8")) if _key(word) not in given]
-    return [*before, *words, f"hydra.run.dir={directory}"]
+    if "hydra.run.dir" in given:
+        raise ValueError("resume=DIR goes on in DIR: leave hydra.run.dir out")
+    places = [Path(text).expanduser() for text in _readings(given["resume"])]
+    directory = next((place for place in places if (place / "overrides.yaml").is_file()), None)
+    if directory is None:
+        raise ValueError(f"resume={places[0]}: no run to continue there (overrides.yaml is missing)")
+    before = [
+        word
+        for word in _stored(directory / "overrides.yaml", list)
+        if _key(str(word)) not in given and _key(str(word)).partition(".")[0] not in given
+    ]
+    quoted = QuotedString(str(directory), Quote.single).with_quotes()  # it may hold = or ,
+    after = [word for word in words if _key(word) != "resume"]
+    return [*options, *map(str, before), *after, f"resume={quoted}", f"hydra.run.dir={quoted}"]
+
+
+def _options_first(words: list[str]) -> tuple[list[str], list[str]]:
+    """(-m, --cfg job and the like, the overrides): argparse takes them only in this order."""
+    options: list[str] = []
+    overrides: list[str] = []
+    before = ""
+    for word in words:
+        argument = before.startswith("-") and "=" not in word and not word.startswith("~")
+        (options if word.startswith("-") or argument else overrides).append(word)
+        before = word
+    return options, overrides
+
+
+def _readings(word: str) -> list[str]:
+    """The value of an override as it stands and, where Hydra can read it (not a path that holds = or ,), as it reads it."""
+    readings = [word.partition("=")[2]]
+    with suppress(HydraException):
+        readings.append(str(OverridesParser.create().parse_override(word).value()))
+    return readings
+
+
+def _stored(path: Path, kind: type) -> Any:
+    """The content of a run's JSON or YAML file; an empty `kind` where it is missing, since a run can be killed before it
+    is written. ValueError, one line, where it is damaged."""
+    try:
+        if not path.is_file():
+            return kind()
+        # OmegaConf's own YAML, which reads 1e-05 as the number that it was
+        json_ = path.suffix == ".json"
+        content = (
+            json.loads(path.read_text(encoding="utf-8")) if json_ else OmegaConf.to_container(OmegaConf.load(path))
+        )
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:100]}") from None
+    if not isinstance(content, kind):
+        raise ValueError(f"{path} is damaged: it holds no {'list' if kind is list else 'mapping'}")
+    return content
 
 
 def without_resume(words: list[str]) -> list[str]:
@@ -123,20 +182,15 @@ def recorded(plain: dict[str, Any], directory: Path) -> Before:
                 f"{directory} already holds a run: resume={directory} continues it, hydra.run.dir=... goes elsewhere"
             )
         return Before(directory)
-    from omegaconf import OmegaConf
-
-    try:
-        config: Any = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
-        # missing where the run was killed before its first step, or before its end
-        files = [directory / f"{name}.json" for name in ("environment", "summary")]
-        environment, summary = (
-            json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {} for path in files
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"resume={directory}: its record cannot be read: {error}") from None
+    config, environment, summary = (
+        _stored(directory / name, dict) for name in ("config.yaml", "environment.json", "summary.json")
+    )
+    if not config:
+        raise ValueError(f"resume={directory}: no run to continue there (config.yaml is missing or empty)")
     changed = sorted({key.removesuffix("._target_") for key in _differing(config, plain)})
     changed = [key for key in changed if key.partition(".")[0] not in FREE]
     before = Before(directory, plain, config, environment, summary, tuple(changed))
+    before.check_steps(before.done)
     at_once = [key for key in changed if key.partition(".")[0] not in BY_EFFECT]
     if at_once and not plain["resume_force"]:
         raise before.refuse(

@@ -1,13 +1,8 @@
-"""What a sweep was asked for, its directory and the overrides of each of its jobs, known before the first one starts; and the
-log of a job."""
+"""What a sweep was asked for: its directory and the overrides of each of its jobs, known before the first one starts."""
 
-import io
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, ClassVar
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
@@ -17,10 +12,12 @@ from omegaconf import DictConfig
 
 @dataclass(frozen=True)
 class Sweep:
-    """`jobs[i]`: the words of job i; None where the sweeper makes them up as it goes (Optuna)."""
+    """`jobs[i]`: the words of job i; None where the sweeper makes them up as it goes (Optuna). `ran[i]`: the directory and
+    the summary of job i, once it has run in this process."""
 
     directory: Path
     jobs: list[list[str]] | None
+    ran: dict[int, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
 
 
 class Remember(Callback):
@@ -35,26 +32,3 @@ class Remember(Callback):
             parsed = OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task])
             (jobs,) = sweeper.split_arguments(parsed, max_batch_size=None)
         Remember.sweep = Sweep(Path(config.hydra.sweep.dir), jobs)
-
-
-@contextmanager
-def logged(path: Path) -> Iterator[TextIO]:
-    """What is printed in the block stands in the file too, behind what is there."""
-    with path.open("a", encoding="utf-8") as log, redirect_stdout(_Both(sys.stdout, log)):
-        yield log
-
-
-class _Both(io.TextIOBase):
-    """A text file that writes into several."""
-
-    def __init__(self, *files: TextIO) -> None:
-        self.files = files
-
-    def write(self, text: str) -> int:
-        for file in self.files:
-            file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        for file in self.files:
-            file.flush()

@@ -15,7 +15,10 @@ PATIENCE = 1.0  # seconds: a shorter wait is not worth a word
 
 def cache_directory() -> Path:
     """Where prepared data is kept: the environment's NORMLAB_CACHE, or `~/.cache/normlab`."""
-    return Path(os.environ.get("NORMLAB_CACHE") or Path.home() / ".cache" / "normlab").expanduser()
+    try:
+        return Path(os.environ.get("NORMLAB_CACHE") or Path.home() / ".cache" / "normlab").expanduser()
+    except RuntimeError:
+        raise ValueError("this user has no home: set the environment's NORMLAB_CACHE to a folder for data") from None
 
 
 @contextmanager

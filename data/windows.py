@@ -115,7 +115,7 @@ class _From(Sampler[int]):
 
 def _unsignalled(worker: int) -> None:
     """A signal to the whole group is the training process's to answer: its workers end with it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 

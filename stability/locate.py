@@ -39,8 +39,9 @@ def first_bad_place(
     model: Transformer, windows: Iterable[Tensor], gradients: GradientNorms, norms: np.ndarray
 ) -> Place | None:
     """Of the step's windows, run again (a skipped step has left the weights as they were): the first module that makes of
-    finite inputs an output that is not, by its own parameter; if there is none, the parameter nearest the output whose
-    gradient is not finite. None where neither is found. Leaves generators and running statistics as it finds them.
+    finite inputs an output that is not, by its parameter that is not finite or else its own; if there is none, the
+    parameter nearest the output whose gradient is not finite. None where neither is found. Leaves running statistics and
+    the generators of CPU and CUDA as it finds them.
     """
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = [parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"][:1]
@@ -61,8 +62,10 @@ def _first_bad(model: Transformer, tokens: Tensor) -> Place | None:
 
     def look(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if not found and not _finite(output) and all(map(_finite, inputs)):
-            own = next((leaf for leaf, _ in module.named_parameters(recurse=False)), None)
-            found.append(Place.of(f"{name}.{own}") if own else Place(Place.of(name).layer, None))
+            # what is called inside it has been looked at before: what is left is its own or is never called
+            bad = next((leaf for leaf, tensor in module.named_parameters() if not _finite(tensor)), None)
+            leaf = bad or next((leaf for leaf, _ in module.named_parameters(recurse=False)), None)
+            found.append(Place.of(f"{name}.{leaf}" if name else leaf) if leaf else Place(Place.of(name).layer, None))
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():

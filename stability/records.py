@@ -141,8 +141,8 @@ def read(directory: str | Path) -> Run:
         )
     notes: list[str] = []
     records = list(lines(directory / "metrics.jsonl", notes))
-    summary = _document(directory / "summary.json", notes)
-    config = _document(directory / "config.yaml", notes)
+    summary = mapping(directory / "summary.json", notes)
+    config = mapping(directory / "config.yaml", notes)
 
     steps = _by_step(record for record in records if "loss" in record)
     validations = _by_step(record for record in records if "val_loss" in record)
@@ -188,7 +188,13 @@ def lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def _document(path: Path, notes: list[str]) -> dict[str, Any] | None:
+def lost(path: Path, done: int) -> list[int]:
+    """The steps up to `done` that have no line in `metrics.jsonl`."""
+    there = {record["step"] for record in lines(path, []) if "loss" in record}
+    return [step for step in range(1, done + 1) if step not in there]
+
+
+def mapping(path: Path, notes: list[str]) -> dict[str, Any] | None:
     """A JSON or YAML file that holds one mapping, or None with a note (JSON is read as JSON: YAML takes 1e-05 for text)."""
     if not path.is_file():
         notes.append(f"{path.name} is missing")

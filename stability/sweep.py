@@ -1,14 +1,15 @@
 """What became of a sweep's jobs, read from the records that they left: `sweep.jsonl`, and the table that ends a sweep."""
 
-import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from stability.records import metrics_line
+from stability.records import mapping, metrics_line
 from stability.whole import replace
 
 DONE = {"stable", "spiky", "stalled", "too_short"}
@@ -30,12 +31,18 @@ class Row:
     wall_time_s: float | None
 
 
-def rows(directory: Path, jobs: Sequence[list[str]] | None = None) -> list[Row]:
-    """One row a job, in order; a job's record is known by its overrides, wherever it lies below `directory`. None: of the
-    jobs that left a record."""
-    found = {tuple(words): path for path, words in _recorded(directory)}
-    listed = [list(words) for words in found] if jobs is None else jobs
-    return [_row(number, words, found.get(tuple(words)), directory) for number, words in enumerate(listed)]
+def rows(
+    directory: Path, jobs: Sequence[list[str]] | None, ran: Mapping[int, tuple[Path, dict[str, Any]]]
+) -> list[Row]:
+    """One row a job, in order: what `ran` says of it, else what lies below `directory` under the same overrides. Where no
+    `jobs` are listed, those that left a record."""
+    recorded: dict[tuple[str, ...], tuple[list[str], Path]] = {}
+    for path, words in _recorded(directory):
+        recorded.setdefault(_plain(words), (words, path))
+    if jobs is None:
+        return [_row(n, words, (path, _summary(path)), directory) for n, (words, path) in enumerate(recorded.values())]
+    found = {words: (path, _summary(path)) for words, (_, path) in recorded.items()}
+    return [_row(n, words, ran.get(n) or found.get(_plain(words)), directory) for n, words in enumerate(jobs)]
 
 
 def write(directory: Path, rows: Sequence[Row]) -> None:
@@ -69,17 +76,27 @@ def show(rows: Sequence[Row], directory: Path) -> None:
 
 def _recorded(directory: Path) -> Iterator[tuple[Path, list[str]]]:
     for path in sorted(directory.rglob("overrides.yaml")):
-        words = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(words, list):
-            yield path.parent, [str(word) for word in words]
+        with suppress(OSError, ValueError, yaml.YAMLError):  # a damaged one is nobody's
+            words = yaml.safe_load(path.read_text(encoding="utf-8"))
+            if isinstance(words, list):
+                yield path.parent, [str(word) for word in words]
 
 
-def _row(number: int, words: list[str], where: Path | None, directory: Path) -> Row:
-    summary: dict[str, Any] = {"verdict": "unfinished" if where else "not_started"}
-    if where and (where / "summary.json").is_file():
-        summary = json.loads((where / "summary.json").read_text(encoding="utf-8"))
+def _plain(words: Sequence[str]) -> tuple[str, ...]:
+    """What tells a job: Hydra escapes an interpolation, and a run does not keep that it was forced."""
+    return tuple(word.replace("\\", "") for word in words if not word.startswith("resume_force="))
+
+
+def _summary(where: Path) -> dict[str, Any]:
+    notes: list[str] = []
+    summary = mapping(where / "summary.json", notes)
+    return summary if summary and "verdict" in summary else {"verdict": "unfinished", "reason": ", ".join(notes)}
+
+
+def _row(number: int, words: list[str], known: tuple[Path, dict[str, Any]] | None, directory: Path) -> Row:
+    where, summary = known or (None, {"verdict": "not_started"})
     losses = [summary.get(key) for key in ("final_loss", "final_val_loss", "wall_time_s")]
-    place = str(where.relative_to(directory)) if where else None
+    place = os.path.relpath(where, directory) if where else None
     return Row(number, words, place, summary["verdict"], summary.get("reason", ""), *losses)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+FAILED, REFUSED, DIVERGED = 1, 2, 3  # exit codes; 128 + n for a run that signal n ended
 PATIENCE = 3  # non-finite steps in a row that end a run
 ABOVE = 0.1  # nats above the first loss that count as above
 MARGIN = 0.1  # nats below the unigram entropy that count as learning

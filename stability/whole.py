@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,8 +23,12 @@ def whole(path: Path) -> Iterator[BinaryIO]:
                 file.flush()
                 os.fsync(file.fileno())  # else a power cut could leave the new name on an empty file
             os.replace(unfinished, path)
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)  # and the new name
+            os.close(folder)
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def replace(path: Path, content: str | bytes) -> None:

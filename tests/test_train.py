@@ -173,9 +173,9 @@ def test_a_signal_before_the_first_step_is_recorded_and_the_run_starts_when_resu
     assert process.returncode == code
     name = signal.Signals(number).name
     waited = f"\n{name}: stopping at the next safe point; a second signal stops at once\n" * moment.startswith("run")
-    assert said == f"{waited}normlab: {name} before the first step; resume=run starts it\n"
+    assert said == f"{waited}normlab: {name} before its first step; resume=run goes on\n"
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["verdict"], summary["reason"]) == ("interrupted", f"{name} before the first step")
+    assert (summary["verdict"], summary["reason"]) == ("interrupted", f"{name} before its first step")
     ended = command("train.py", "resume=run", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps_done"] == 3
@@ -294,3 +294,67 @@ def test_a_sweep_is_not_resumed_as_a_run(tmp_path: Path):
     assert ended.stderr == (
         "normlab: resume= continues one run; a sweep is continued by its own command, with hydra.sweep.dir= where it is\n"
     )
+
+
+def test_a_run_goes_on_when_nobody_listens(tmp_path: Path):
+    """`| head -1`, and a disk without room for what is printed."""
+    words = f"{sys.executable} {ROOT / 'train.py'} {' '.join(WORDS)} steps=30 logger=none"
+    script = f"set -o pipefail; {words} hydra.run.dir=piped 2>errors | head -1; {words} hydra.run.dir=full 2>>errors >/dev/full"
+    ended = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+    )
+    assert (ended.returncode, (tmp_path / "errors").read_text()) == (0, "")
+    assert ended.stdout.count("\n") == 1
+    for name in ("piped", "full"):
+        assert json.loads((tmp_path / name / "summary.json").read_text())["steps_done"] == 30
+
+
+def test_a_sweep_without_a_place_is_refused_in_one_line(tmp_path: Path):
+    ended = command("train.py", "-m", *WORDS, "seed=1,2", "hydra.sweep.dir=/proc/here", cwd=tmp_path)
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1 and "/proc/here" in ended.stderr
+    assert ended.stdout == ""
+
+
+def test_a_sweep_with_damaged_and_changed_jobs_does_the_others(tmp_path: Path):
+    """A second start, watched differently: a job whose summary is damaged is judged again, one whose config is, refused."""
+    words = ["-m", *WORDS, "steps=3", "logger=none", "seed=1,2,3,4", "hydra.sweep.dir=sweep"]
+    assert command("train.py", *words, cwd=tmp_path).returncode == 0
+    (tmp_path / "sweep/0/summary.json").write_text("{")
+    (tmp_path / "sweep/1/config.yaml").write_text("[1")
+    shutil.rmtree(tmp_path / "sweep/2")
+    ended = command("train.py", *words, "log_every=2", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    rows = [json.loads(line) for line in (tmp_path / "sweep/sweep.jsonl").read_text().splitlines()]
+    assert [row["verdict"] for row in rows] == ["refused", "refused", "too_short", "too_short"]
+    assert "summary.json cannot be read" in rows[0]["reason"] and "config.yaml cannot be read" in rows[1]["reason"]
+    (tmp_path / "sweep/0/summary.json").unlink()
+    ended = command("train.py", *words, "log_every=2", cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "sweep/sweep.jsonl").read_text().splitlines()]
+    assert [row["verdict"] for row in rows] == ["too_short", "refused", "too_short", "too_short"]
+
+
+@pytest.mark.parametrize("sweep", [False, True])
+def test_a_signal_while_a_run_closes_still_counts(tmp_path: Path, sweep: bool):
+    """The run is complete and says so; the process ends as it was told to, and the jobs that follow do not start."""
+    slow = (
+        "import os, signal, train\n"
+        "from stability import report\n"
+        "draw = report.draw_run\n"
+        "report.draw_run = lambda *a: (os.kill(os.getpid(), signal.SIGTERM), draw(*a))\n"
+        "train.main()\n"
+    )
+    words = [
+        *WORDS,
+        "steps=3",
+        "logger=none",
+        *(["-m", "seed=1,2", "hydra.sweep.dir=s"] if sweep else ["hydra.run.dir=r"]),
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", slow, *words], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True
+    )
+    assert ended.returncode == 143, ended.stderr
+    summary = json.loads((tmp_path / ("s/0" if sweep else "r") / "summary.json").read_text())
+    assert (summary["verdict"], summary["steps_done"]) == ("too_short", 3)
+    assert not (tmp_path / "s/1").exists()

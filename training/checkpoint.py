@@ -51,16 +51,18 @@ def load(path: Path, model: nn.Module, run_id: str | None = None) -> dict[str, A
     return found
 
 
-def resume_point(directory: Path, model: nn.Module, run_id: str | None) -> tuple[Path | None, int]:
-    """(The newest checkpoint of this run that is whole, the steps that it has done), or (None, 0) where it has none yet.
+def resume_point(directory: Path, model: nn.Module, run_id: str | None) -> tuple[Path | None, int, str | None]:
+    """(The newest checkpoint of this run that is whole, the steps that it has done, the run's id), or (None, 0, run_id)
+    where it has none yet.
 
     Says which files it leaves aside and why; ValueError where no other is left.
     """
-    good: dict[int, Path] = {}
+    good: dict[int, tuple[Path, str]] = {}
     paths = [path for name in NAMES if (path := directory / "checkpoints" / f"{name}.ckpt").is_file()]
     for path in paths:
         try:
-            good[int(load(path, model, run_id)["global_step"])] = path
+            found = load(path, model, run_id)
+            good[found["global_step"]] = path, found["run"]
         except ValueError as error:
             print(f"{path} is left aside: {error}")
     if not good and paths:
@@ -68,7 +70,7 @@ def resume_point(directory: Path, model: nn.Module, run_id: str | None) -> tuple
             f"resume={directory}: no checkpoint there can be used; with checkpoints/ moved away it starts again from step 0"
         )
     start = max(good, default=0)
-    return good.get(start), start
+    return (good[start][0], start, good[start][1]) if good else (None, 0, run_id)
 
 
 def check_space(directory: Path, model: nn.Module, *, steps: int, log_every: int, depth: int) -> None:

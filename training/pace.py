@@ -62,7 +62,7 @@ class Pace(Callback):
 
     def _save(self, trainer: pl.Trainer, task: Task, name: str) -> None:
         recorder = task.recorder
-        recorder.flush()
+        recorder.to_disk()
         recorder.pause()
         loss_diverged = recorder.reason and not (recorder.skipped and recorder.skipped[-1])
         if loss_diverged or not _finite(task.model):
@@ -140,7 +140,7 @@ class Lines(Callback):
     def _say(self, trainer: pl.Trainer) -> None:
         if len(self.recorder.val_loss) > self.seen:
             self.seen = len(self.recorder.val_loss)
-            words = "  ".join(f"{key} {value}" for key, value in shown(self.recorder).items())
+            words = "  ".join(f"{key} {value}" for key, value in shown(self.recorder).items()) or "resumed"
             print(f"step {trainer.global_step}/{self.recorder.steps}  {words}", flush=True)
 
 

@@ -66,7 +66,8 @@ class Recorder:
     def restore(self, done: int) -> None:
         """Continue after step `done` (-1: from nothing): the lines beyond it are dropped, the others are the history.
 
-        A run that diverged and is resumed starts afresh: its record stays, what ended it no longer counts.
+        A run that diverged and is resumed starts afresh: its record stays, what ended it no longer counts. A step whose
+        line was lost counts as one whose loss is not known.
         """
         kept = [record for record in lines(self._path, []) if record["step"] <= done]
         self._file.close()
@@ -76,11 +77,18 @@ class Recorder:
             if "val_loss" in record:
                 self.val_loss.append((record["step"], _number(record["val_loss"])))
                 continue
+            self._fill(record["step"] - 1)
             place = Place(**record["began"]) if "began" in record else None
             finite = not record.get("skipped", False)
             self._remember(record["step"], _number(record["loss"]), finite, place, record.get("grad_norm", {}))
+        self._fill(done)
         if self.reason:
             self.reason, self.watch.bad, self.watch.above = None, 0, 0
+
+    def _fill(self, step: int) -> None:
+        while len(self.loss) < step:
+            self.loss.append(float("nan"))
+            self.skipped.append(False)
 
     def step(self, step: int, lr: float, loss: Tensor, norms: Tensor, total: Tensor) -> None:
         """Take one step's numbers: `loss`, `total` scalars and `norms` (entries,) on the device."""
@@ -162,6 +170,12 @@ class Recorder:
         self.latest = self.latest | {k: v for k, v in record.items() if k != "grad_norm"}
         self.latest["grad_norm"] = record.get("grad_norm", {}).get("total", self.latest.get("grad_norm"))
         self.log.record(record)
+
+    def to_disk(self) -> None:
+        """What is written so far survives a power cut: a checkpoint must never be ahead of its record."""
+        self.flush()
+        with naming(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         try:

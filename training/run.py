@@ -28,7 +28,7 @@ from model.transformer import Transformer
 from stability.gradients import GradientNorms
 from stability.locate import Place, first_bad_place
 from stability.records import read
-from stability.verdict import judge, spikes, tail
+from stability.verdict import DIVERGED, FAILED, judge, spikes, tail
 from stability.whole import document, replace
 from training import device as machine
 from training.pace import Bar, Lines, Pace, Stop, WholeFiles
@@ -38,7 +38,6 @@ from training.signals import Signals, name
 from training.task import Task
 from training.wandb import Log
 
-FAILED, DIVERGED = 1, 3  # exit codes
 FULL = {
     errno.ENOSPC,
     errno.EDQUOT,
@@ -77,15 +76,15 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     """
     started = time.perf_counter()
     machine.reset_peak_memory(parts.device)
-    steps, signals, code, failure = scalars["steps"], parts.signals, FAILED, None
-    trainer, task = _assemble(parts, scalars, signals)
+    steps, code, failure = scalars["steps"], FAILED, None
+    trainer, task = _assemble(parts, scalars)
     recorder = task.recorder
     try:
         # Lightning raises for a SIGTERM that comes before the first step
         with _quiet(), suppress(SIGTERMException):
             trainer.fit(task, parts.train, ckpt_path=parts.checkpoint, weights_only=True)
         recorder.flush()
-        verdict, reason, code = _judge(recorder, signals, steps, facts)
+        verdict, reason, code = _judge(recorder, parts.signals, steps, facts)
     except Exception as error:
         failure = error
         verdict, reason = "failed", _failure(error, parts.directory)
@@ -123,8 +122,10 @@ def _unless_full(step: Callable[[], None]) -> None:
         print(f"normlab: {error.filename or 'the record'}: {error.strerror}", file=sys.stderr)
 
 
-def _assemble(parts: Parts, scalars: dict[str, Any], signals: Signals) -> tuple[pl.Trainer, Task]:
+def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     model, steps, accumulate = parts.model.train(), scalars["steps"], scalars["accumulate"]
+    if machine.precision(scalars["precision"], parts.device) == "64-true":
+        model.double()  # Lightning does it after it has loaded a checkpoint, which would round the weights
     gradients = GradientNorms(inventory(model), model.depth)
 
     def locate(step: int, norms: np.ndarray) -> Place | None:
@@ -150,7 +151,7 @@ def _assemble(parts: Parts, scalars: dict[str, Any], signals: Signals) -> tuple[
     every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}
     pace = Pace(parts.directory / "checkpoints", parts.val, **every)
     # Stop before Pace, which saves when a stop has been asked for
-    trainer = _trainer(parts.device, scalars, [Stop(signals), pace, show], bar=isinstance(show, Bar))
+    trainer = _trainer(parts.device, scalars, [Stop(parts.signals), pace, show], bar=isinstance(show, Bar))
     return trainer, task
 
 
@@ -166,9 +167,7 @@ def _judge(recorder: Recorder, signals: Signals, steps: int, facts: dict[str, An
             f"; the gradient norm of layer 1 went from {before[0]:.1e} (step {first}) to {after[0]:.1e} (step {last}), "
             f"of layer {len(after)} from {before[-1]:.1e} to {after[-1]:.1e}"
         )
-    # a signal that came too late to interrupt still ends the process, and the sweep
-    late = 128 + signals.received if signals.received else 0
-    return verdict, reason, late or (DIVERGED if verdict == "diverged" else 0)
+    return verdict, reason, DIVERGED if verdict == "diverged" else 0
 
 
 def _summary(

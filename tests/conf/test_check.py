@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf, open_dict
 
@@ -246,7 +248,7 @@ def test_nearest():
 def test_resume_puts_the_runs_own_overrides_first(tmp_path: Path):
     (tmp_path / "overrides.yaml").write_text("- norm=layernorm\n- steps=10\n")
     words = as_overrides([f"resume={tmp_path}", "steps=20"])
-    assert words == ["norm=layernorm", f"resume={tmp_path}", "steps=20", f"hydra.run.dir={tmp_path}"]
+    assert words == ["norm=layernorm", "steps=20", f"resume='{tmp_path}'", f"hydra.run.dir='{tmp_path}'"]
     assert as_overrides(["steps=20"]) == ["steps=20"]
 
 
@@ -266,3 +268,59 @@ def test_a_sweeps_jobs_are_known_before_they_start(tmp_path: Path, words, jobs):
     Remember().on_multirun_start(cfg)
     assert (Remember.sweep.directory, Remember.sweep.jobs) == (tmp_path, jobs)
     Remember.sweep = None
+
+
+def stored(directory: Path, *words: str) -> str:
+    directory.mkdir(parents=True)
+    (directory / "overrides.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(list(words))))
+    return str(directory)
+
+
+def test_an_axis_chosen_anew_leaves_its_old_keys_behind(tmp_path: Path):
+    run = stored(tmp_path / "run", "logger.mode=offline", "schedule=wsd", "schedule.decay=0.3", "steps=9", "~norm.x")
+    words = as_overrides([f"resume={run}", "logger=none", "schedule=constant"])
+    assert words[:4] == ["steps=9", "~norm.x", "logger=none", "schedule=constant"]
+
+
+@pytest.mark.parametrize("name", ["x=1,y=2", "a b", "it's", "plain", "back\\slash", "{curly}[square]"])
+@pytest.mark.parametrize("quoted", [False, True])
+def test_a_run_is_resumed_whatever_its_directory_is_called(tmp_path: Path, name: str, quoted: bool):
+    run = stored(tmp_path / name, "steps=9")
+    text = QuotedString(run, Quote.single).with_quotes() if quoted else run
+    words = as_overrides([f"resume={text}"])
+    parser = OverridesParser.create()
+    assert [parser.parse_override(word).value() for word in words] == [9, run, run]
+
+
+def test_the_home_of_the_user_is_found(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = stored(tmp_path / "run")
+    assert as_overrides(["resume=~/run"]) == [f"resume='{run}'", f"hydra.run.dir='{run}'"]
+
+
+def test_options_come_before_the_overrides(tmp_path: Path):
+    run = stored(tmp_path / "run", "steps=9")
+    resumed = [f"resume='{run}'", f"hydra.run.dir='{run}'"]
+    for words in (["--cfg", "job", f"resume={run}"], [f"resume={run}", "--cfg", "job"]):
+        assert as_overrides(words) == ["--cfg", "job", "steps=9", *resumed]
+    assert as_overrides(["seed=1,2", "-m", "~x"]) == ["-m", "seed=1,2", "~x"]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b'"a', b"a: 1"])
+def test_damaged_overrides_are_named(tmp_path: Path, content: bytes):
+    (tmp_path / "overrides.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=r"overrides\.yaml (cannot be read|is damaged)") as caught:
+        as_overrides([f"resume={tmp_path}"])
+    assert "\n" not in str(caught.value)
+
+
+def test_resume_goes_on_in_its_own_directory(tmp_path: Path):
+    run = stored(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"resume=DIR goes on in DIR: leave hydra\.run\.dir out"):
+        as_overrides([f"resume={run}", "hydra.run.dir=elsewhere"])
+
+
+def test_a_run_stays_in_the_working_directory():
+    with pytest.raises(ValueError, match=r"hydra\.job\.chdir: a run stays in the working directory"):
+        check_hydra(["hydra.job.chdir=true"])
+    check_hydra(["hydra.job.chdir=false"])

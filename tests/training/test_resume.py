@@ -19,14 +19,14 @@ def go_on(run, summary, *words: str, **more):
     return run(*words, f"resume={summary['directory']}", directory=summary["directory"], **more)
 
 
-def broken_off(run, monkeypatch, step: int | None, *words: str):
+def broken_off(run, monkeypatch, step: int | None, *words: str, **more):
     """The summary of a run that a signal ended after `step`."""
     original = run_module._trainer
     with monkeypatch.context() as patch:
         if step:
             kick = Kick(step, signal.SIGTERM)
             patch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, kick], **k))
-        return run(*words)[1]
+        return run(*words, **more)[1]
 
 
 @pytest.mark.parametrize("schedule, stop", [("constant", None), ("constant", 9), ("constant", 2), ("wsd", 9)])
@@ -40,7 +40,7 @@ def test_more_steps_follow_where_the_rates_already_used_stay(run, monkeypatch, s
     assert again["steps_done"] == 30
     assert resumed == unbroken
     changed = json.loads((summary["directory"] / "environment.json").read_text())["changed"]
-    assert changed == [{"after_step": stop or 18, "steps": 30}]
+    assert changed == [{"after_step": stop or 18, "steps": {"was": 18, "is": 30}}]
 
 
 def test_more_steps_are_refused_where_they_would_have_changed_the_rates(run):
@@ -98,10 +98,10 @@ def test_force_takes_other_settings_and_they_act(run, monkeypatch):
     assert environment["changed"] == [
         {
             "after_step": 4,
-            "batch": 8,
-            "optimizer.lr": 3e-5,
-            "optimizer.norm_decay": 0.3,
-            "optimizer.weight_decay": 0,
+            "batch": {"was": 16, "is": 8},
+            "optimizer.lr": {"was": 1e-3, "is": 3e-5},
+            "optimizer.norm_decay": {"was": 0, "is": 0.3},
+            "optimizer.weight_decay": {"was": 0.1, "is": 0},
         }
     ]
     assert "resume_force: false" in (summary["directory"] / "config.yaml").read_text()
@@ -148,7 +148,9 @@ def test_another_torch_is_said_and_kept(run, capsys):
     go_on(run, summary, "steps=4")
     now = torch.__version__
     assert f"resumed: torch was 2.11.0, is {now} from step 5 on" in capsys.readouterr().out
-    assert json.loads(path.read_text())["changed"] == [{"after_step": 4, "torch": now}]
+    environment = json.loads(path.read_text())
+    assert environment["changed"] == [{"after_step": 4, "torch": {"was": "2.11.0", "is": now}}]
+    assert environment["versions"]["torch"] == now
 
 
 @pytest.mark.parametrize("patience, stops", [(1, 12), (2, 13), (0, None)])
@@ -214,8 +216,8 @@ def test_a_finished_directory_needs_no_torch_to_say_so(run, monkeypatch):
     monkeypatch.setattr("train._train", lambda *_, **__: pytest.fail("it should not get so far"))
     again = go_on(run, summary, "steps=3")[1]
     assert again["steps_done"] == 3
-    fewer = go_on(run, summary, "steps=2", "schedule=cosine")[1]
-    assert fewer["steps_done"] == 3
+    with pytest.raises(ValueError, match=r"3 steps are done, and steps=2: ask for more, or start a new run"):
+        go_on(run, summary, "steps=2")
 
 
 def test_too_little_space_is_said_before_the_first_step(run, monkeypatch, tmp_path):
@@ -224,3 +226,97 @@ def test_too_little_space_is_said_before_the_first_step(run, monkeypatch, tmp_pa
     with pytest.raises(ValueError, match=r"0.1 MB free, 0.6 MB needed for checkpoints and records: make room"):
         run("steps=60", directory=tmp_path / "small")
     assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["precision=fp64"],
+        ["precision=bf16-mixed"],
+        ["norm=batchnorm", "allow_unstable=true"],
+        ["model.tied=true", "tokenizer=bpe", "tokenizer.vocab=300"],
+    ],
+)
+def test_a_resume_is_exact_in_every_precision_and_with_running_statistics(run, monkeypatch, words):
+    words = ["steps=16", "model.dropout=0.1", "accumulate=2", "val_every=6", "log_every=1", *words]
+    unbroken, whole = run(*words)
+    summary = broken_off(run, monkeypatch, 7, *words)
+    resumed, again = go_on(run, summary, *words)
+    assert resumed == unbroken
+    weights = [
+        torch.load(s["directory"] / "checkpoints/last.ckpt", weights_only=True)["state_dict"] for s in (whole, again)
+    ]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_the_text_of_a_forced_resume_is_the_one_that_counts_from_then_on(run, monkeypatch, tmp_path):
+    """Old, new, new is one change; the old text put back is another."""
+    text = tmp_path / "text.txt"
+    old, new = ("".join(f"{word} {i} of a text\n" for i in range(900)) for word in ("line", "row"))
+    text.write_text(old)
+    words = ["data=files", f"data.paths=[{text}]", "steps=40"]
+    summary = broken_off(run, monkeypatch, 4, *words, drop="data.tokens")
+    text.write_text(new)
+    with pytest.raises(ValueError, match="the text has changed since"):
+        go_on(run, summary, *words, drop="data.tokens")
+    changes = []
+    for stop, content, force in ((9, new, True), (14, new, False), (19, old, True)):
+        text.write_text(content)
+        force = ["resume_force=true"] if force else []
+        broken_off(
+            run,
+            monkeypatch,
+            stop,
+            *words,
+            *force,
+            f"resume={summary['directory']}",
+            drop="data.tokens",
+            directory=summary["directory"],
+        )
+        changes.append(len(json.loads((summary["directory"] / "environment.json").read_text()).get("changed", [])))
+    assert changes == [1, 1, 2]
+    text.write_text(new)
+    with pytest.raises(ValueError, match="the text has changed since"):
+        go_on(run, summary, *words, drop="data.tokens")
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "missing"])
+def test_a_record_with_a_gap_is_not_gone_on_with_in_silence(run, monkeypatch, damage: str):
+    summary = broken_off(run, monkeypatch, 10, "steps=60", "val_every=1000")
+    path = summary["directory"] / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    kept = {"empty": [], "half": lines[: len(lines) // 2], "missing": []}[damage]
+    path.write_text("".join(kept))
+    if damage == "missing":
+        path.unlink()
+    first = max(1, len(kept))  # the first line is the validation before the first step
+    with pytest.raises(
+        ValueError, match=rf"lacks {11 - first} of the 10 steps done \(the first is {first}\): put it back"
+    ):
+        go_on(run, summary, "steps=60", "val_every=1000")
+    records, again = go_on(run, summary, "steps=60", "val_every=1000", "resume_force=true")
+    assert again["steps_done"] == 60
+    assert steps(records)[-1]["step"] == 60
+
+
+def test_a_run_without_its_environment_keeps_its_checkpoints(run, monkeypatch):
+    words = ["steps=20", "val_every=1000"]
+    unbroken, _ = run(*words)
+    summary = broken_off(run, monkeypatch, 5, *words)
+    where = summary["directory"]
+    run_id = json.loads((where / "environment.json").read_text())["run"]
+    (where / "environment.json").unlink()
+    broken_off(run, monkeypatch, 9, *words, f"resume={where}", directory=where)
+    assert json.loads((where / "environment.json").read_text())["run"] == run_id
+    resumed, _ = go_on(run, summary, *words)
+    assert [r["loss"] for r in steps(resumed)] == [r["loss"] for r in steps(unbroken)]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "environment.json", "summary.json"])
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe\x00", b'"a', b"a: b: c"])
+def test_a_damaged_file_is_named_in_one_line(run, monkeypatch, name: str, content: bytes):
+    summary = broken_off(run, monkeypatch, 2, "steps=4")
+    (summary["directory"] / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{name} (cannot be read: .*|is damaged: it holds no mapping)") as caught:
+        go_on(run, summary, "steps=4")
+    assert "\n" not in str(caught.value)

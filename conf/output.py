@@ -1,0 +1,50 @@
+"""What is printed: into a job's log too, and never the end of a run."""
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import TextIO
+
+
+class Output(io.TextIOBase):
+    """A text stream into several files. One that cannot be written any more (a closed pipe, a full disk) is left out from
+    then on: a run goes on when nobody listens."""
+
+    def __init__(self, *files: TextIO) -> None:
+        self.files = list(files)
+
+    def write(self, text: str) -> int:
+        self._each(lambda file: file.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._each(lambda file: file.flush())
+
+    def isatty(self) -> bool:
+        return any(file.isatty() for file in self.files)
+
+    def _each(self, action: Callable[[TextIO], object]) -> None:
+        for file in list(self.files):
+            try:
+                action(file)
+            except (OSError, ValueError):  # ValueError: closed
+                self.files.remove(file)
+                with suppress(OSError, ValueError):  # else Python complains when it flushes the stream at its end
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+@contextmanager
+def guarded() -> Iterator[None]:
+    """The program's own two streams as such outputs."""
+    with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
+        yield
+
+
+@contextmanager
+def logged(path: Path) -> Iterator[TextIO]:
+    """What is printed in the block stands in the file too, behind what is there."""
+    with path.open("a", encoding="utf-8") as log, redirect_stdout(Output(sys.stdout, log)):
+        yield log
