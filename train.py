@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf import resume
 from conf.check import check, check_hydra, check_network
-from conf.explain import explain
+from conf.explain import explain, own_words, where
 from conf.help import text as help_text
 from conf.output import guarded, logged
 from conf.schema import AXES, Run
@@ -100,7 +100,7 @@ def train(
     with resume.claimed(directory), Signals() as signals:
         before = resume.recorded(plain, directory)
         verdict = before.summary.get("verdict")
-        judged = verdict in jobs.JUDGED and before.summary["steps"] == before.config["steps"]
+        judged = verdict in jobs.JUDGED and before.summary.get("steps") == before.config["steps"]
         if judged and (before.done >= plain["steps"] or (sweep and verdict == "diverged")):
             print(f"nothing to do: {before.done} of {plain['steps']} steps are done ({verdict})", flush=True)
             return before.summary, DIVERGED if verdict == "diverged" else 0
@@ -135,7 +135,7 @@ def _train(
     from training.checkpoint import check_space, resume_point
     from training.describe import closing, describe
 
-    context, steps, force = plain["model"]["context"], plain["steps"], plain["resume_force"]
+    context, steps = plain["model"]["context"], plain["steps"]
     device = machine.accelerator()
     machine.precision(plain["precision"], device)
     rows = plain["batch"] // plain["accumulate"]
@@ -144,7 +144,7 @@ def _train(
 
     with signals.at_once():
         tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
-    resume.check_text(before, tokens.hash, force=force)
+    before.check_text(tokens.hash)
     order = {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
     windows = Windows(tokens.train, context=context, **order)
     held_out = validation_windows(tokens.val, context, corpus.val_windows)
@@ -155,14 +155,8 @@ def _train(
     checkpoint, start, environment = None, 0, machine.environment(device, tokens)
     if plain["resume"] is not None:
         checkpoint, start, run_id = resume_point(directory, model, before.environment.get("run"))
-        before.check_steps(start)
-        if (gap := lost(directory / "metrics.jsonl", start)) and not force:
-            raise before.refuse(
-                f"metrics.jsonl lacks {len(gap)} of the {start} steps done (the first is {gap[0]}): put it back, move "
-                "checkpoints/ away to start again from step 0, say resume_force=true to go on with the gap"
-            )
-        if before.changed and not force:
-            resume.check_schedule(before, instantiate(before.config["schedule"]), schedule, steps, start)
+        before.check_record(start, lost(directory / "metrics.jsonl", start))
+        before.check_schedule(instantiate(before.config["schedule"]), schedule, start)
         environment, notes = before.goes_on(environment | {"run": run_id or environment["run"]}, start)
         described = "\n".join([described, *notes])
     check_space(directory, model, steps=steps, log_every=plain["log_every"], depth=model.depth)
@@ -224,9 +218,9 @@ def job(cfg: DictConfig) -> float:
             return _one_of_many(cfg, directory, dict(here.runtime.choices), words, here.job.num)
         _, code = train(cfg, directory, dict(here.runtime.choices), words)
     except (ValueError, InstantiationException) as error:
-        code = _usage(_own_words(error))
+        code = _usage(own_words(error))
     except OSError as error:
-        code = _usage(_where(error))
+        code = _usage(where(error))
     finally:
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
@@ -243,7 +237,7 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
         try:
             summary, code = train(cfg, directory, axes, words, sweep=True)
         except (ValueError, InstantiationException) as error:
-            summary, code = without_steps("refused", _own_words(error)), REFUSED
+            summary, code = without_steps("refused", own_words(error)), REFUSED
         except Exception as error:
             traceback.print_exc(file=log)
             summary, code = without_steps("failed", f"{type(error).__name__}: {error}"), FAILED
@@ -288,23 +282,11 @@ def _run() -> int:
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         return _usage(explain(error))
     except OSError as error:
-        return _usage(_where(error))
+        return _usage(where(error))
     except Interrupted as stop:
         print(f"normlab: {stop}", file=sys.stderr)
         return 128 + stop.number
     return 0
-
-
-def _own_words(error: Exception) -> str:
-    """What a constructor said, without Hydra's frame around it."""
-    return str(error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error)
-
-
-def _where(error: OSError) -> str:
-    """A place that cannot be written or read; any other error of the system is raised again."""
-    if error.filename is None:
-        raise error
-    return f"{error.filename}: {error.strerror}; hydra.run.dir or hydra.sweep.dir names another place"
 
 
 def _usage(line: str) -> int:

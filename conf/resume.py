@@ -43,10 +43,38 @@ class Before:
         """The steps that were taken when it was last judged; 0 where it was killed before."""
         return int(self.summary.get("steps_done") or 0)
 
-    def check_steps(self, done: int) -> None:
-        """ValueError where fewer steps are asked for than are done."""
+    def check_text(self, now: str) -> None:
+        """ValueError where the text is no longer the one that the run saw; `now` is its hash."""
+        then = self.environment["corpus"]["hash"] if self.environment else now
+        if then != now and not self.asked["resume_force"]:
+            raise self.refuse(
+                f"the text has changed since (its hash is {now}, the run's {then}): put the old text back, "
+                "say resume_force=true"
+            )
+
+    def check_record(self, done: int, lost: list[int]) -> None:
+        """ValueError where the checkpoint's `done` steps are more than are asked for, or their record lacks some."""
         if done > self.asked["steps"]:
             raise self.refuse(f"{done} steps are done, and steps={self.asked['steps']}: ask for more")
+        if lost and not self.asked["resume_force"]:
+            raise self.refuse(
+                f"metrics.jsonl lacks {len(lost)} of the {done} steps done (the first is {lost[0]}): put it back, move "
+                "checkpoints/ away to start again from step 0, say resume_force=true to go on with the gap"
+            )
+
+    def check_schedule(self, then: Schedule, now: Schedule, done: int) -> None:
+        """ValueError where the `done` steps that a run has taken would have had other learning rates, had it been started
+        with the schedule and the steps that it is resumed with."""
+        if self.asked.get("resume_force"):
+            return
+        for step in range(1, done + 1):
+            was, would_be = then.factor(step, self.config["steps"]), now.factor(step, self.asked["steps"])
+            if was != would_be:
+                raise self.refuse(
+                    f"{', '.join(self.changed)} would have given step {step} {would_be:g} times the learning rate in place "
+                    f"of {was:g}: more steps can follow under schedule=constant, or before the decay of schedule=wsd, with "
+                    "schedule.warmup as a number of steps; otherwise say resume_force=true"
+                )
 
     def goes_on(self, now: dict[str, Any], step: int) -> tuple[dict[str, Any], list[str]]:
         """(The run's `environment.json` from `step` on, what is to be said): `now` is the environment of this process."""
@@ -190,7 +218,7 @@ def recorded(plain: dict[str, Any], directory: Path) -> Before:
     changed = sorted({key.removesuffix("._target_") for key in _differing(config, plain)})
     changed = [key for key in changed if key.partition(".")[0] not in FREE]
     before = Before(directory, plain, config, environment, summary, tuple(changed))
-    before.check_steps(before.done)
+    before.check_record(before.done, [])
     at_once = [key for key in changed if key.partition(".")[0] not in BY_EFFECT]
     if at_once and not plain["resume_force"]:
         raise before.refuse(
@@ -198,29 +226,6 @@ def recorded(plain: dict[str, Any], directory: Path) -> Before:
             "say resume_force=true"
         )
     return before
-
-
-def check_text(before: Before, now: str, *, force: bool) -> None:
-    """ValueError where the text is no longer the one that the resumed run saw; `now` is its hash."""
-    then = before.environment["corpus"]["hash"] if before.environment else now
-    if then != now and not force:
-        raise before.refuse(
-            f"the text has changed since (its hash is {now}, the run's {then}): put the old text back, "
-            "say resume_force=true"
-        )
-
-
-def check_schedule(before: Before, then: Schedule, now: Schedule, steps: int, done: int) -> None:
-    """ValueError where the `done` steps that a run has taken would have had other learning rates, had it been started
-    with the schedule and the steps that it is resumed with."""
-    for step in range(1, done + 1):
-        was, would_be = then.factor(step, before.config["steps"]), now.factor(step, steps)
-        if was != would_be:
-            raise before.refuse(
-                f"{', '.join(before.changed)} would have given step {step} {would_be:g} times the learning rate in place of "
-                f"{was:g}: more steps can follow under schedule=constant, or before the decay of schedule=wsd, with "
-                "schedule.warmup as a number of steps; otherwise say resume_force=true"
-            )
 
 
 def _differing(a: Any, b: Any, key: str = "") -> set[str]:

@@ -65,12 +65,12 @@ def test_more_steps_are_refused_where_they_would_have_changed_the_rates(run):
     ],
 )
 def test_a_schedule_is_judged_by_the_steps_already_taken(then, now, done: int, fits: bool):
-    before = resume.Before("run", config={"steps": 20}, changed=("steps",))
+    before = resume.Before("run", {"steps": 40}, {"steps": 20}, changed=("steps",))
     if fits:
-        resume.check_schedule(before, then, now, 40, done)
+        before.check_schedule(then, now, done)
     else:
         with pytest.raises(ValueError, match="resume=run: steps would have given step"):
-            resume.check_schedule(before, then, now, 40, done)
+            before.check_schedule(then, now, done)
 
 
 def test_force_takes_other_settings_and_they_act(run, monkeypatch):
