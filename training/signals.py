@@ -25,7 +25,8 @@ class Signals:
     """Inside the context the first signal is noted in `received`, for `check` to raise `Interrupted` or for the training
     loop to stop after the step under way. Inside `at_once` it raises where it finds the program: for what takes long and
     is plain Python, since an exception in the midst of a library's import can end the process without a word. A second
-    signal ends the process, whatever it is at.
+    signal ends the process, whatever it is at: a thread counts them as they come, since Python itself looks only between
+    two instructions, and a backward pass is one.
 
     On the way out the handlers that were there before come back. In a thread other than the main one, which Python lets
     no handler be set from, nothing happens.
@@ -42,11 +43,26 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             self._found = {number: signal.getsignal(number) for number in numbers}
             self.install()
+            self._counted, self._arriving = os.pipe()
+            os.set_blocking(self._arriving, False)
+            self._woken = signal.set_wakeup_fd(self._arriving, warn_on_full_buffer=False)
+            threading.Thread(target=self._count, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._found:
+            signal.set_wakeup_fd(self._woken)
+            os.close(self._arriving)  # the thread ends
         for number, handler in self._found.items():
             signal.signal(number, handler)
+
+    def _count(self) -> None:
+        seen = 0
+        while byte := os.read(self._counted, 1):  # the number of a signal that has just arrived
+            seen += byte[0] in self._found
+            if seen == 2:
+                os._exit(128 + byte[0])
+        os.close(self._counted)
 
     def install(self) -> None:
         """Set the handlers, again where a library has put its own in their place."""
@@ -69,8 +85,6 @@ class Signals:
         self.check()  # what a handler raises can get lost, in a destructor for instance
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received:
-            os._exit(128 + number)
         self.received = number
         if self._at_once:
             raise Interrupted(number)

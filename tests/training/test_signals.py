@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -43,7 +44,23 @@ def test_a_second_one_ends_the_process(monkeypatch):
     with Signals():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 10
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.01)
     assert ended == [130]
+
+
+def test_one_signal_in_each_of_two_runs_is_no_second_one(monkeypatch):
+    ended = []
+    monkeypatch.setattr("os._exit", ended.append)
+    threads = threading.active_count()
+    for _ in range(2):
+        with Signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+    time.sleep(0.1)
+    assert not ended
+    assert threading.active_count() <= threads  # one of an earlier test may have ended meanwhile
 
 
 def test_one_whose_exception_got_lost_is_found_at_the_end_of_the_block():
