@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from conf import resume
 from conf.check import check, check_hydra, check_network
-from conf.explain import explain
+from conf.explain import explain, own_words
 from conf.help import text as help_text
 from conf.schema import AXES, Run
 from conf.sweep import Remember, logged
@@ -37,7 +37,8 @@ from training.signals import REQUEUE, Interrupted, Signals, requeue, requeued
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from model.sizes import Sizes
+    from data.tokens import Tokens
+    from data.windows import Windows
     from model.transformer import Choices, Transformer
     from training.schedule import Constant
 
@@ -47,8 +48,7 @@ OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=T
 OmegaConf.register_new_resolver("axes", help_text, replace=True)
 
 FAILED, USAGE, DIVERGED = 1, 2, 3  # exit codes; 128 + n after signal n
-# nats: what a sweeper is told of a job that diverged, failed or was refused; finite, since nan would end the sweep
-PENALTY = 100.0
+PENALTY = 100.0  # nats, told to a sweeper of a job without a loss; finite, since nan would end the sweep
 
 
 def choices_of(plain: dict[str, Any]) -> "Choices":
@@ -65,6 +65,16 @@ def network(plain: dict[str, Any], choices: "Choices", vocab: int) -> "Transform
     return Transformer(vocab, choices, instantiate(plain["model"]), plain["seed"])
 
 
+def text_of(plain: dict[str, Any], corpus: "Corpus") -> tuple["Tokens", "Windows"]:
+    """(The text of a checked config as token ids, made now or found in the cache; the micro-batches of its every step.)"""
+    from data.tokens import prepare
+    from data.windows import Windows
+
+    context, order = plain["model"]["context"], {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
+    tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+    return tokens, Windows(tokens.train, context=context, **order)
+
+
 def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices", "Constant", "Corpus"]:
     """(The network's choices, the schedule, the corpus), once all that the text does not decide is known to fit together.
 
@@ -73,7 +83,7 @@ def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices",
     schedule: Constant = instantiate(plain["schedule"])
     schedule.warmup_steps(plain["steps"])
     corpus: Corpus = instantiate(plain["data"])
-    sizes: Sizes = instantiate(plain["model"])
+    sizes = instantiate(plain["model"])
 
     check_network(plain)
     from model.compatibility import refusals
@@ -125,8 +135,7 @@ def _train(
     choices, schedule, corpus = check_whole(plain, axes)
     import torch
 
-    from data.tokens import prepare
-    from data.windows import Windows, train_loader, val_loader, validation_windows
+    from data.windows import train_loader, val_loader, validation_windows
     from training import device as machine
     from training.checkpoint import check_space, resume_point
     from training.describe import closing, describe
@@ -138,10 +147,8 @@ def _train(
     asked = plain["threads"] or before.environment.get("threads") or threads
     torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
 
-    tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+    tokens, windows = text_of(plain, corpus)
     resume.check_text(before, tokens.hash, force=force)
-    order = {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
-    windows = Windows(tokens.train, context=context, **order)
     held_out = validation_windows(tokens.val, context, corpus.val_windows)
     torch.manual_seed(plain["seed"])  # dropout; matrices and windows have generators of their own
     model = network(plain, choices, tokens.vocab)
@@ -201,10 +208,8 @@ def job(cfg: DictConfig) -> float:
     directory, sweep = Path(here.runtime.output_dir), here.mode == RunMode.MULTIRUN
     if directory.is_relative_to(Path.cwd()):
         directory = directory.relative_to(Path.cwd())  # as people type it
-    # unresolved: a word of the command line may hold an interpolation
-    words: Any = OmegaConf.to_container(here.overrides.task, resolve=False)
-    started = (directory / "config.yaml").is_file()
-    if started and (sweep or requeued()):
+    words: Any = OmegaConf.to_container(here.overrides.task, resolve=False)  # a word may hold an interpolation
+    if (directory / "config.yaml").is_file() and (sweep or requeued()):
         cfg.resume = str(directory)  # the same command in the same place: what is there is completed
     try:
         if directory.resolve() == Path.cwd():
@@ -213,7 +218,7 @@ def job(cfg: DictConfig) -> float:
             return _one_of_many(cfg, directory, dict(here.runtime.choices), words, here.job.num)
         _, code = train(cfg, directory, dict(here.runtime.choices), words)
     except (ValueError, InstantiationException) as error:
-        code = _usage(_own_words(error))
+        code = _usage(own_words(error))
     finally:
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
@@ -232,7 +237,7 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
         try:
             summary, code = train(cfg, directory, axes, words, sweep=True)
         except (ValueError, InstantiationException) as error:
-            summary, code = without_steps("refused", _own_words(error)), USAGE
+            summary, code = without_steps("refused", own_words(error)), USAGE
         except Exception as error:
             traceback.print_exc(file=log)
             summary, code = without_steps("failed", f"{type(error).__name__}: {error}"), FAILED
@@ -283,11 +288,6 @@ def _run() -> int:
         print(f"normlab: {stop}", file=sys.stderr)
         return 128 + stop.number
     return 0
-
-
-def _own_words(error: Exception) -> str:
-    """What a constructor said, without Hydra's frame around it."""
-    return str(error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error)
 
 
 def _usage(line: str) -> int:

@@ -3,7 +3,7 @@
 import re
 from difflib import get_close_matches
 
-from hydra.errors import OverrideParseException
+from hydra.errors import InstantiationException, OverrideParseException
 from omegaconf import OmegaConf
 
 from conf.check import nearest
@@ -39,6 +39,11 @@ def explain(error: Exception) -> str:
             "inside the shell's, as in 'name=\"a = b\"'"
         )
     return " ".join(text.splitlines()[:1])
+
+
+def own_words(error: Exception) -> str:
+    """What a constructor said, without Hydra's frame around it."""
+    return str(error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error)
 
 
 def _whole(error: BaseException) -> str:

@@ -70,13 +70,6 @@ def update_bound(alpha: Array, v: Array, w: Array) -> float:
     return float(((v**2 + w**2) / alpha**2).sum())
 
 
-def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """The exponent p of y = c x^p, by least squares in the logarithms; nan where y is not positive and finite."""
-    if len(x) < 2 or not (np.isfinite(y).all() and (np.asarray(y) > 0).all()):
-        return float("nan")
-    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
-
-
 # --------------------------------------------------------------------------------------------- the same for any configuration
 
 
