@@ -43,11 +43,12 @@ EPILOG = """configurations:
   python scripts/probe.py placement=pre vs placement=post vs recipe=deepnorm
   python scripts/probe.py model=deep model.depth=100 : placement=pre vs placement=post vs recipe=deepnorm
   python scripts/probe.py model=deep placement=pre : model.depth=12 vs model.depth=24 vs model.depth=48
-  python scripts/probe.py model=deep model.depth=1000 batch=4 threads=1
+  python scripts/probe.py model=deep model.depth=1000 batch=4
 
 duration:
-  100 layers of width 64 take 2 s a seed on a CPU. 1,000 layers with batch=4 (256 tokens) take 10 s and 2 GB, with the
-  default batch=16 30 s and 7 GB: what autograd keeps goes with batch / accumulate, so lower batch or model.context, or raise accumulate.
+  One CPU thread, unless threads=N says otherwise (wide models gain from more). 1,000 layers of width 64: 10 s a seed and
+  2 GB with batch=4 (256 tokens), 30 s and 8 GB with the default batch=16; what autograd keeps goes with
+  batch / accumulate * model.context, so lower batch or model.context, or raise accumulate, which changes no number.
 """
 
 
@@ -143,10 +144,9 @@ class Checked:
         return Probe(self.words, self.plain, self.tokens.vocab, list(range(first, first + seeds)), traces, predicted)
 
     def trace(self, seed: int) -> Trace:
-        """What step 1 of the training run with this seed would be: the same threads, matrices, windows and draws."""
+        """What step 1 of the training run with this seed would be: the same matrices, windows and draws."""
         plain, windows = self.plain | {"seed": seed}, self.windows.seeded(seed)
-        tokens, dim = windows.rows * windows.context, plain["model"]["dim"]
-        torch.set_num_threads(machine.threads(plain["threads"], tokens=tokens, dim=dim))
+        torch.set_num_threads(plain["threads"] or 1)  # a second one would be idle or in the way in most that is probed
         torch.manual_seed(seed)  # dropout's draws, as in train.py
         model = train.network(plain, self.choices, self.tokens.vocab).to(self.device)
         if self.precision == "64-true":

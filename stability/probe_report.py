@@ -73,7 +73,9 @@ def _names(probes: Sequence[Probe]) -> list[str]:
     names = [f"{label}  [{source}]" for label, source in zip(labels(probes), known, strict=True)]
     seeds = sorted({len(probe.seeds) for probe in probes})
     more = ["lowest to highest of the seeds"] if seeds[-1] > 1 else []
-    return names + more + ["theory (expected bounds or course)"] * _any_theory(probes)
+    course = any(probe.predicted.gradient is not None for probe in probes)
+    theory = "theory: the RMS" + ", the blocks' gradient (Xiong et al. 2020, tied to the last block)" * course
+    return names + more + [theory] * _any_theory(probes)
 
 
 def _signs(probes: Sequence[Probe]) -> list[Artist]:
@@ -94,15 +96,14 @@ def _measured(panel: Axes, places: Array, probe: Probe, get: "Callable[[Trace], 
     """The mean of the seeds, and a band from the lowest to the highest; what has no logarithm is a gap."""
     rows = probe.each(get)
     rows = rows if get is token_cosine else positive(rows)
-    low, middle, high = (np.ma.masked_invalid(part) for part in (rows.min(0), rows.mean(0), rows.max(0)))
-    panel.fill_between(places, low, high, color=_style(number)["color"], alpha=0.3, linewidth=0)
-    panel.plot(places, middle, linewidth=1.8, marker=mark(places), **_style(number))
+    panel.fill_between(places, rows.min(0), rows.max(0), color=_style(number)["color"], alpha=0.3, linewidth=0)
+    panel.plot(places, rows.mean(0), linewidth=1.8, marker=mark(places), **_style(number))
 
 
 def _predicted_stream(panel: Axes, places: Array, probe: Probe, number: int) -> None:
     if probe.predicted.stream is None:
         return
-    low, high = (np.ma.masked_invalid(positive(np.sqrt(bound))) for bound in probe.predicted.stream)
+    low, high = (positive(np.sqrt(bound)) for bound in probe.predicted.stream)
     colour = _style(number)["color"]
     panel.fill_between(places, low, high, color=colour, alpha=0.08, linewidth=0)
     for bound in (low, high):
@@ -113,5 +114,5 @@ def _predicted_gradient(panel: Axes, places: Array, probe: Probe, number: int) -
     """The predicted course, tied to what was measured at the last block, since the papers leave the constant open."""
     if probe.predicted.gradient is not None:
         last = probe.each(blocks)[:, -1].mean()
-        course = np.ma.masked_invalid(positive(last * probe.predicted.gradient))
+        course = positive(last * probe.predicted.gradient)
         panel.plot(places, course, ":", color=_style(number)["color"], linewidth=1.4)
