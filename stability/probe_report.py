@@ -74,7 +74,7 @@ def _names(probes: Sequence[Probe]) -> list[str]:
     seeds = sorted({len(probe.seeds) for probe in probes})
     more = ["lowest to highest of the seeds"] if seeds[-1] > 1 else []
     course = any(probe.predicted.gradient is not None for probe in probes)
-    theory = "theory: the RMS" + ", the blocks' gradient (Xiong et al. 2020, tied to the last block)" * course
+    theory = "theory" + " (of the block gradient: its course, Xiong et al. 2020)" * course
     return names + more + [theory] * _any_theory(probes)
 
 

@@ -20,8 +20,9 @@ from tests.conftest import network
 # their sizes, and some thousand roundings of a few blocks deep come to no more than ten times that.
 CLOSE = {"rel": 3e-12, "abs": 1e-14}
 # a norm at every place, learnt alpha and beta, shared keys, QK-norm; the bare post-norm; DeepNorm's constants
+GROUPED = ["model.heads=4", "model.kv_heads=2"]
 CASES = [
-    ["placement=peri", "residual=learned_scalars", "model.qk_norm=head", "norm=layernorm", "model.kv_heads=1"],
+    ["placement=peri", "residual=learned_scalars", "model.qk_norm=head", "norm=layernorm", *GROUPED],
     ["placement=post", "model.qk_norm=full", "norm=zero_rmsnorm", "position=learned"],
     ["recipe=deepnorm", "ffn=swiglu", "position=none"],
 ]
@@ -162,6 +163,7 @@ def test_in_training_s_reduced_precision():
         loss = next_token_loss(model, windows())
     loss.backward()
     gradients = GradientNorms(inventory(model), 2)
+    assert found.logit_max[0] != torch.tensor(found.logit_max[0]).bfloat16().item()  # the looking itself is in float32
     assert found.loss == loss.item() != trace(model, [windows()]).loss
     assert found.grad_norm == gradients.table(gradients.measure().numpy())
 
