@@ -39,10 +39,11 @@ def test_the_numbers_are_those_of_step_1(run, words: list[str]):
     small = [word for word in SMALL if word.partition("=")[0] not in given]
     checked = probe.Checked([*small, *TEXT, "steps=3", "threads=1", *words])
     found = checked.trace(checked.plain["seed"])
-    assert found.loss == pytest.approx(record["loss"], rel=1e-5)
+    rel = 1e-8 if "precision=fp64" in words else 1e-5  # the record has 9 digits
+    assert found.loss == pytest.approx(record["loss"], rel=rel)
     assert found.grad_norm.keys() == record["grad_norm"].keys()
     for name, norms in record["grad_norm"].items():
-        assert found.grad_norm[name] == pytest.approx(norms, rel=1e-5, abs=1e-9), name
+        assert found.grad_norm[name] == pytest.approx(norms, rel=rel, abs=1e-9), name
 
 
 def test_another_seed_is_another_run(run):
