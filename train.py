@@ -39,7 +39,8 @@ from training.signals import REQUEUE, Interrupted, Signals, requeue, requeued
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
-    from model.sizes import Sizes
+    from data.tokens import Tokens
+    from data.windows import Windows
     from model.transformer import Choices, Transformer
     from training.schedule import Constant
 
@@ -48,8 +49,7 @@ ConfigStore.instance().store(name="schema", node=Run)
 OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
 OmegaConf.register_new_resolver("axes", help_text, replace=True)
 
-# nats: what a sweeper is told of a job that diverged, failed or was refused; finite, since nan would end the sweep
-PENALTY = 100.0
+PENALTY = 100.0  # nats, told to a sweeper of a job without a loss; finite, since nan would end the sweep
 
 
 def choices_of(plain: dict[str, Any]) -> "Choices":
@@ -66,6 +66,16 @@ def network(plain: dict[str, Any], choices: "Choices", vocab: int) -> "Transform
     return Transformer(vocab, choices, instantiate(plain["model"]), plain["seed"])
 
 
+def text_of(plain: dict[str, Any], corpus: "Corpus") -> tuple["Tokens", "Windows"]:
+    """(The text of a checked config as token ids, made now or found in the cache; the micro-batches of its every step.)"""
+    from data.tokens import prepare
+    from data.windows import Windows
+
+    context, order = plain["model"]["context"], {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
+    tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+    return tokens, Windows(tokens.train, context=context, **order)
+
+
 def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices", "Constant", "Corpus"]:
     """(The network's choices, the schedule, the corpus), once all that the text does not decide is known to fit together.
 
@@ -74,7 +84,7 @@ def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices",
     schedule: Constant = instantiate(plain["schedule"])
     schedule.warmup_steps(plain["steps"])
     corpus: Corpus = instantiate(plain["data"])
-    sizes: Sizes = instantiate(plain["model"])
+    sizes = instantiate(plain["model"])
 
     check_network(plain)
     from model.compatibility import refusals
@@ -129,8 +139,7 @@ def _train(
     signals.check()
     import torch
 
-    from data.tokens import prepare
-    from data.windows import Windows, train_loader, val_loader, validation_windows
+    from data.windows import train_loader, val_loader, validation_windows
     from training import device as machine
     from training.checkpoint import check_space, resume_point
     from training.describe import closing, describe
@@ -143,22 +152,20 @@ def _train(
     torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
 
     with signals.at_once():
-        tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+        tokens, windows = text_of(plain, corpus)
     before.check_text(tokens.hash)
-    order = {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
-    windows = Windows(tokens.train, context=context, **order)
     held_out = validation_windows(tokens.val, context, corpus.val_windows)
     torch.manual_seed(plain["seed"])  # dropout; matrices and windows have generators of their own
     model = network(plain, choices, tokens.vocab)
     described, facts = describe(model, choices, schedule, plain, axes, tokens, device, directory)
 
     checkpoint, start, environment = None, 0, machine.environment(device, tokens)
+    notes: list[str] = []
     if plain["resume"] is not None:
         checkpoint, start, run_id = resume_point(directory, model, before.environment.get("run"))
         before.check_record(start, lost(directory / "metrics.jsonl", start))
         before.check_schedule(instantiate(before.config["schedule"]), schedule, start)
         environment, notes = before.goes_on(environment | {"run": run_id or environment["run"]}, start)
-        described = "\n".join([described, *notes])
     check_space(directory, model, steps=steps, log_every=plain["log_every"], depth=model.depth)
     from training.run import Parts, fit
 
@@ -181,9 +188,9 @@ def _train(
         checkpoint=checkpoint,
         start=start,
     )
-    print(described, flush=True)
-    tokenizer = tokens.tokenizer.to_json()
-    _lay_down(directory, plain, overrides, {"environment.json": environment, "tokenizer.json": tokenizer})
+    print(described, *notes, sep="\n", flush=True)
+    laid = {"environment.json": environment, "tokenizer.json": tokens.tokenizer.to_json()}
+    _lay_down(directory, plain, overrides, laid)
     summary, code = fit(built, plain, facts)
     print(closing(summary, directory), flush=True)
     return summary, code
@@ -206,10 +213,8 @@ def job(cfg: DictConfig) -> float:
     directory, sweep = Path(here.runtime.output_dir), here.mode == RunMode.MULTIRUN
     if directory.is_relative_to(Path.cwd()):
         directory = directory.relative_to(Path.cwd())  # as people type it
-    # unresolved: a word of the command line may hold an interpolation
-    words: Any = OmegaConf.to_container(here.overrides.task, resolve=False)
-    started = (directory / "config.yaml").is_file()
-    if started and (sweep or requeued()):
+    words: Any = OmegaConf.to_container(here.overrides.task, resolve=False)  # a word may hold an interpolation
+    if (directory / "config.yaml").is_file() and (sweep or requeued()):
         cfg.resume = str(directory)  # the same command in the same place: what is there is completed
     try:
         if directory.resolve() == Path.cwd():
@@ -259,11 +264,8 @@ def main() -> None:
     """The command line. A sweep ends with its table, and with 1 where a job was refused, failed or diverged."""
     with guarded():
         code = _run()
-        if (sweep := Remember.sweep) and code != REFUSED:
-            rows = jobs.rows(sweep.directory, sweep.jobs, sweep.ran)
-            jobs.show(rows, sweep.directory)
-            jobs.write(sweep.directory, rows)
-            code = code or (FAILED if any(row.verdict not in jobs.DONE for row in rows) else 0)
+        if (sweep := Remember.sweep) and code != REFUSED and not jobs.end(sweep.directory, sweep.jobs, sweep.ran):
+            code = code or FAILED
         if code == 128 + REQUEUE:
             requeue()
     sys.exit(code)

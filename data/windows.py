@@ -61,6 +61,11 @@ class Windows(Dataset[Tensor]):
     def __getitem__(self, item: int) -> Tensor:
         return gather(self.tokens, self.starts(item), self.context)
 
+    def seeded(self, seed: int) -> "Windows":
+        """The same text and sizes in the order of another seed."""
+        sizes = {"batch": self.batch, "accumulate": self.accumulate, "steps": self.steps}
+        return Windows(self.tokens, context=self.context, seed=seed, rank=self.rank, world=self.world, **sizes)
+
     def starts(self, item: int) -> np.ndarray:
         """Where the windows of micro-batch `item` start in the tokens. Raises IndexError outside the run."""
         if not 0 <= item < len(self):

@@ -1,6 +1,7 @@
 """What became of a sweep's jobs, read from the records that they left: `sweep.jsonl`, and the table that ends a sweep."""
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -72,6 +73,17 @@ def show(rows: Sequence[Row], directory: Path) -> None:
             console.print(f"job {row.job}, {row.verdict}: {row.reason}", soft_wrap=True)
     if any(row.verdict in MISSING for row in rows):
         console.print(f"the same command with hydra.sweep.dir={directory} does what is missing", soft_wrap=True)
+
+
+def end(directory: Path, jobs: Sequence[list[str]] | None, ran: Mapping[int, tuple[Path, dict[str, Any]]]) -> bool:
+    """Show the table and write it; whether every job has a result."""
+    table = rows(directory, jobs, ran)
+    show(table, directory)
+    try:
+        write(directory, table)
+    except OSError as error:
+        print(f"normlab: {error.filename}: {error.strerror}", file=sys.stderr)
+    return all(row.verdict in DONE for row in table)
 
 
 def _recorded(directory: Path) -> Iterator[tuple[Path, list[str]]]:

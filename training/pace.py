@@ -10,10 +10,11 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from model.loss import next_token_loss
 from training.checkpoint import save
 from training.recorder import Recorder
 from training.signals import Signals
-from training.task import Task, next_token_loss
+from training.task import Task
 
 
 class Pace(Callback):

@@ -5,21 +5,15 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from model.loss import next_token_loss
 from model.transformer import Transformer
 from stability.gradients import GradientNorms
 from training.recorder import Recorder
 from training.schedule import Constant
-
-
-def next_token_loss(model: torch.nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per token: windows int64 (batch, context + 1), each position predicts the next."""
-    logits = model(windows[:, :-1])
-    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
 
 class Task(pl.LightningModule):

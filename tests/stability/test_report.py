@@ -73,7 +73,7 @@ def write_run(directory: Path, kind: str) -> Path:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The figures drawn in a test, to be questioned in place of being saved (which takes a second each)."""
     figures: list[Figure] = []
-    monkeypatch.setattr(report, "_save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(report, "save", lambda figure, path: figures.append(figure))
     return figures
 
 

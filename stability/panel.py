@@ -1,0 +1,72 @@
+"""What every picture of the house has in common: palette, grid, axes, and a file that is whole.
+
+Figures are drawn through matplotlib's object API, without pyplot: no global state, no display, safe beside a training.
+"""
+
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
+
+from stability.records import Array
+from stability.whole import replace
+
+# Okabe and Ito's palette, which survives colour blindness and grey print; its yellow is left out, too faint on white.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#767676"
+PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, BLACK)
+DASHES = ("-", "--", ":", "-.")  # a second sign, for when the palette has come round
+LAYER = "layer (1 = nearest the input)"
+
+
+def positive(values: Array) -> Array:
+    """Zero has no place on a log axis: nan, which is drawn as a gap and not as a plunge."""
+    return np.where(np.isfinite(values) & (values > 0), values, np.nan)
+
+
+def mark(places: Array | NDArray[np.int64]) -> str:
+    """A line through a single point is invisible: give it a marker."""
+    return "o" if len(places) == 1 else ""
+
+
+def log_y(panel: Axes, text: str) -> None:
+    panel.set_yscale("log")
+    panel.set_ylabel(text, fontsize=11)
+    low, high = panel.get_ylim()
+    if high < 30 * low:  # within a decade or so plain numbers read better than powers of ten
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        panel.yaxis.set_minor_formatter(NullFormatter())
+
+
+def furnish(panel: Axes, title: str, across: str = "step (optimizer steps)") -> None:
+    panel.set_title(title, loc="left", fontsize=12)
+    panel.set_xlabel(across, fontsize=11)
+    panel.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
+    panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    if panel.get_legend_handles_labels()[0]:  # below the panel, where it can hide nothing
+        panel.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.14), ncols=2, frameon=False, fontsize=10)
+
+
+def plain(text: str) -> str:
+    """Text as it stands: `$` starts no formula, and a leading `_` does not drop it from a legend."""
+    return (" " if text.startswith("_") else "") + text.replace("$", r"\$")
+
+
+def page(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), dpi=120, layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.12))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png")
+    replace(Path(path), drawn.getvalue())
