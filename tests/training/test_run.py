@@ -22,7 +22,7 @@ from stability.locate import Place
 from stability.records import read
 from tests.conftest import SMALL, network, plain
 from training import run as run_module
-from training.checkpoint import resume_point
+from training.checkpoint import resume_point, save
 from training.pace import Pace
 from training.recorder import Recorder
 
@@ -483,7 +483,7 @@ def test_pace_never_saves_weights_that_are_not_finite(run):
 
         class recorder:
             reason = None
-            flush = pause = staticmethod(lambda: None)
+            to_disk = pause = staticmethod(lambda: None)
 
     pace._save(None, Task, "last")
     assert not (summary["directory"] / "elsewhere").exists()
@@ -594,27 +594,21 @@ def test_the_first_step_moves_every_parameter(run, monkeypatch):
 
 
 @pytest.mark.case("R06 Lightning-AI/pytorch-lightning#688")
-def test_a_save_that_is_cut_short_leaves_the_checkpoint_before_it(run):
+def test_a_save_that_is_cut_short_leaves_the_checkpoint_before_it(run, monkeypatch):
     _, summary = run("steps=2")
-    folder = summary["directory"] / "checkpoints"
-    before = (folder / "last.ckpt").read_bytes()
+    where = summary["directory"]
+    before = (where / "checkpoints/last.ckpt").read_bytes()
 
-    class Trainer:
-        def save_checkpoint(self, path):
-            path.write_bytes(before[: len(before) // 2])
-            raise OSError("no space left on device")
+    def cut_short(checkpoint, file):
+        file.write(before[: len(before) // 2])
+        raise OSError(28, "No space left on device")
 
-    class Task:
-        model = torch.nn.Linear(1, 1)
-
-        class recorder:
-            reason = None
-            flush = pause = staticmethod(lambda: None)
-
-    with pytest.raises(OSError, match="no space"):
-        Pace(folder, None, val_every=1, save_every=1)._save(Trainer(), Task, "last")
-    assert (folder / "last.ckpt").read_bytes() == before
-    assert run_module.resume_point(summary["directory"], resuming=True)[1] == 2
+    monkeypatch.setattr("torch.save", cut_short)
+    with pytest.raises(OSError, match=r"No space left on device: '.*last\.ckpt'"):
+        save({}, where / "checkpoints/last.ckpt")
+    assert (where / "checkpoints/last.ckpt").read_bytes() == before
+    assert resume_point(where, network(vocab=257), None)[1] == 2
+    assert sorted(path.name for path in (where / "checkpoints").iterdir()) == ["best.ckpt", "last.ckpt"]
 
 
 @pytest.mark.case("G15")
@@ -661,7 +655,8 @@ def test_a_thousand_layers_train_save_and_load(run):
     words = ["model.depth=1000", "model.dim=8", "batch=2", "data.val_windows=1", "recipe=deepnorm"]
     records, summary = run("steps=1", *words)
     assert summary["depth"] == read(summary["directory"]).depth == len(steps(records)[0]["grad_norm"]["q"]) == 1000
-    assert run_module.resume_point(summary["directory"], resuming=True)[1] == 1
+    deep = network("model.depth=1000", "model.dim=8", "recipe=deepnorm", vocab=257)
+    assert resume_point(summary["directory"], deep, None)[1] == 1
     assert (summary["directory"] / "report.png").stat().st_size > 0
 
 

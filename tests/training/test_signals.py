@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from training.signals import Interrupted, Signals
+from training.signals import Interrupted, Signals, requeue
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -78,6 +78,22 @@ def test_slurms_warning_counts_under_slurm_alone(monkeypatch):
     with pytest.raises(Interrupted, match="SIGUSR1"), Signals() as signals, signals.at_once():
         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_job_of_an_array_is_put_back_by_its_own_number(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr("subprocess.run", lambda words, check: asked.append(words))
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    requeue()
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "4")
+    requeue()
+    assert asked == [["scontrol", "requeue", "77"], ["scontrol", "requeue", "70_4"]]
+    monkeypatch.undo()
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("PATH", "")
+    requeue()
+    assert "normlab: scontrol requeue 77 failed: " in capsys.readouterr().err
 
 
 def test_in_another_thread_nothing_happens():
