@@ -45,7 +45,7 @@ class Before:
 
     def check_text(self, now: str) -> None:
         """ValueError where the text is no longer the one that the run saw; `now` is its hash."""
-        then = self.environment["corpus"]["hash"] if self.environment else now
+        then = _at(self.environment, "corpus.hash") or now
         if then != now and not self.asked["resume_force"]:
             raise self.refuse(
                 f"the text has changed since (its hash is {now}, the run's {then}): put the old text back, "
@@ -92,7 +92,10 @@ class Before:
             f"resumed: {name} was {then}, is {new} from step {step + 1} on" for name, (then, new) in differ.items()
         ]
         change = {"after_step": step} | {name: {"was": then, "is": new} for name, (then, new) in differ.items()}
-        kept = {"run": self.environment["run"], "changed": [*self.environment.get("changed", []), change]}
+        kept = {
+            "run": self.environment.get("run", now["run"]),
+            "changed": [*self.environment.get("changed", []), change],
+        }
         return now | kept, notes
 
     def refuse(self, why: str) -> ValueError:
@@ -181,11 +184,10 @@ def _stored(path: Path, kind: type) -> Any:
     try:
         if not path.is_file():
             return kind()
-        # OmegaConf's own YAML, which reads 1e-05 as the number that it was
-        json_ = path.suffix == ".json"
-        content = (
-            json.loads(path.read_text(encoding="utf-8")) if json_ else OmegaConf.to_container(OmegaConf.load(path))
-        )
+        if path.suffix == ".json":
+            content = json.loads(path.read_text(encoding="utf-8"))
+        else:  # OmegaConf's own YAML, which reads 1e-05 as the number that it was
+            content = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:100]}") from None
     if not isinstance(content, kind):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -88,7 +88,9 @@ class Signals:
         self.received = number
         if self._at_once:
             raise Interrupted(number)
-        print(f"\n{name(number)}: stopping at the next safe point; a second signal stops at once", file=sys.stderr)
+        said = f"\n{name(number)}: stopping at the next safe point; a second signal stops at once\n"
+        with suppress(OSError):
+            os.write(2, said.encode())  # print could be in the midst of another print, which Python forbids
 
 
 def name(number: int) -> str:

@@ -26,12 +26,12 @@ def test_nothing_swallows_it():
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_elsewhere_it_waits_for_a_safe_point(capsys):
+def test_elsewhere_it_waits_for_a_safe_point(capfd):
     with Signals() as signals:
         signals.check()
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.received == signal.SIGTERM
-        assert "SIGTERM: stopping at the next safe point; a second signal stops at once" in capsys.readouterr().err
+        assert "SIGTERM: stopping at the next safe point; a second signal stops at once" in capfd.readouterr().err
         with pytest.raises(Interrupted):
             signals.check()
         with pytest.raises(Interrupted), signals.at_once():
