@@ -228,6 +228,7 @@ def test_generation_starts_where_a_document_starts(first, monkeypatch, capsys):
     assert [prompt.tolist() for prompt in prompts] == [[256, *b"ab"], [256]]
 
 
+@pytest.mark.slow
 @pytest.mark.case("H04")
 def test_one_directory_takes_one_run_at_a_time(tmp_path: Path):
     """Three at the same moment, and a resume of a run that is still running: one has it, the others say so."""
@@ -261,6 +262,7 @@ def test_generate_names_a_damaged_checkpoint(first, tmp_path: Path):
     assert f"generate.py: {best}: no whole checkpoint of a run" in ended.stderr and "--checkpoint" in ended.stderr
 
 
+@pytest.mark.slow
 def test_slurm_takes_back_a_run_that_it_warned_and_the_same_command_completes_it(tmp_path: Path):
     """SIGUSR1, as `sbatch --signal=USR1@90 --requeue` has it sent."""
     words = [*WORDS, "steps=1500", "logger=none", "val_every=50"]
@@ -314,6 +316,7 @@ def test_a_sweep_without_a_place_is_refused_in_one_line(tmp_path: Path):
     assert ended.stdout == ""
 
 
+@pytest.mark.slow
 def test_a_sweep_with_damaged_and_changed_jobs_does_the_others(tmp_path: Path):
     """A second start, watched differently: a job whose summary is damaged is judged again, one whose config is, refused."""
     words = ["-m", *WORDS, "steps=3", "logger=none", "seed=1,2,3,4", "hydra.sweep.dir=sweep"]
@@ -333,6 +336,7 @@ def test_a_sweep_with_damaged_and_changed_jobs_does_the_others(tmp_path: Path):
     assert [row["verdict"] for row in rows] == ["too_short", "refused", "too_short", "too_short"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sweep", [False, True])
 def test_a_signal_while_a_run_closes_still_counts(tmp_path: Path, sweep: bool):
     """The run is complete and says so; the process ends as it was told to, and the jobs that follow do not start."""

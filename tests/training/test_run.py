@@ -649,6 +649,7 @@ def test_the_model_has_as_many_rows_as_the_tokenizer_has_tokens(run, oracle, tmp
     assert f"asked for 5000, got {vocab}" in said
 
 
+@pytest.mark.slow
 @pytest.mark.case("P10 pytorch/pytorch#111686")
 def test_a_thousand_layers_train_save_and_load(run):
     """Eager: nothing on the way to a checkpoint, a summary or a picture goes down one call a layer."""
