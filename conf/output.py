@@ -16,8 +16,12 @@ class Output(io.TextIOBase):
     def __init__(self, *files: TextIO) -> None:
         self.files = list(files)
 
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.files[0].encoding if self.files else "utf-8"
+
     def write(self, text: str) -> int:
-        self._each(lambda file: file.write(text))
+        self._each(lambda file: _write(file, text))
         return len(text)
 
     def flush(self) -> None:
@@ -30,10 +34,18 @@ class Output(io.TextIOBase):
         for file in list(self.files):
             try:
                 action(file)
-            except (OSError, ValueError):  # ValueError: closed
+            except (OSError, ValueError):  # ValueError: closed, since a letter that it lacks is replaced
                 self.files.remove(file)
                 with suppress(OSError, ValueError):  # else Python complains when it flushes the stream at its end
                     os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+def _write(file: TextIO, text: str) -> None:
+    """A letter that the file's encoding lacks becomes a question mark."""
+    try:
+        file.write(text)
+    except UnicodeEncodeError:
+        file.write(text.encode(file.encoding, "replace").decode(file.encoding))
 
 
 @contextmanager

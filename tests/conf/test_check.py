@@ -14,6 +14,7 @@ from omegaconf import OmegaConf, open_dict
 
 from conf.check import check, check_hydra, check_network, nearest
 from conf.help import choices, defaults, summary, text
+from conf.output import Output
 from conf.resume import as_overrides
 from conf.schema import AXES, SCALARS
 from conf.sweep import Remember
@@ -324,3 +325,16 @@ def test_a_run_stays_in_the_working_directory():
     with pytest.raises(ValueError, match=r"hydra\.job\.chdir: a run stays in the working directory"):
         check_hydra(["hydra.job.chdir=true"])
     check_hydra(["hydra.job.chdir=false"])
+
+
+def test_an_output_that_lacks_a_letter_goes_on(tmp_path: Path):
+    with (
+        (tmp_path / "ascii").open("w", encoding="ascii") as narrow,
+        (tmp_path / "wide").open("w", encoding="utf-8") as wide,
+    ):
+        output = Output(narrow, wide)
+        print("1 ± 2", file=output)
+        print("more", file=output)
+        assert output.encoding.lower() == "ascii"
+    assert (tmp_path / "ascii").read_text() == "1 ? 2\nmore\n"
+    assert (tmp_path / "wide").read_text(encoding="utf-8") == "1 ± 2\nmore\n"
