@@ -30,7 +30,7 @@ from conf.explain import explain, own_words, where
 from conf.help import text as help_text
 from conf.output import guarded, logged
 from conf.schema import AXES, Run
-from conf.sweep import Remember
+from conf.sweep import Remember, Sweep
 from stability import sweep as jobs
 from stability.records import lost, without_steps
 from stability.verdict import DIVERGED, FAILED, REFUSED
@@ -237,7 +237,10 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
     belongs to the sweep. What it says, with the traceback of an error, stands in `job.log` too."""
     if (sweep := Remember.sweep) and not sweep.ran:
         jobs.write(sweep.directory, jobs.rows(sweep.directory, sweep.jobs, {}))
-    with logged(directory / "job.log") as log:
+    study = sweep and sweep.study
+    if study and sweep:
+        print(f"run {number + 1} of {len(sweep.points)}: {directory.name}", end="", flush=True)
+    with logged(directory / "job.log", echo=not study) as log:
         print(f"\njob {number}: {' '.join(words)}", flush=True)
         try:
             summary, code = train(cfg, directory, axes, words, sweep=True)
@@ -252,6 +255,8 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
         if code in (REFUSED, FAILED):
             for place in (log, sys.stderr):
                 print(f"normlab: job {number} {summary['verdict']}: {summary['reason']}", file=place, flush=True)
+    if study:
+        print(f"  {jobs.told(summary)}", flush=True)
     if sweep:
         sweep.ran[number] = directory, summary
     gc.collect()  # a trainer refers to itself: the next job may need its memory
@@ -264,11 +269,28 @@ def main() -> None:
     """The command line. A sweep ends with its table, and with 1 where a job was refused, failed or diverged."""
     with guarded():
         code = _run()
-        if (sweep := Remember.sweep) and code != REFUSED and not jobs.end(sweep.directory, sweep.jobs, sweep.ran):
-            code = code or FAILED
+        if (sweep := Remember.sweep) and code != REFUSED:
+            ended = _end(sweep, whole=code == 0)
+            code = code or ended
         if code == 128 + REQUEUE:
             requeue()
     sys.exit(code)
+
+
+def _end(sweep: Sweep, *, whole: bool) -> int:
+    """The table that ends a sweep, and where it ran to its end as a `whole`, the claims of a study. The exit code."""
+    verdicts = {row.verdict for row in jobs.end(sweep.directory, sweep.jobs, sweep.ran)}
+    if sweep.study is None or not whole:
+        return 0 if verdicts <= jobs.DONE else FAILED
+    from stability.claims import parse
+    from stability.study import Point, conclude
+
+    study, directory = sweep.study, sweep.directory
+    points = [Point(job.arm, job.params, directory / job.name) for job in sweep.points]
+    claims = parse(study.claims, arms=study.arms, params=study.everywhere(), scales=study.scales)
+    about = {"study": directory.name, "question": study.question, "scale": study.scale}
+    conclude(directory, points, claims, about, draw=study.draw)
+    return 0 if verdicts <= jobs.JUDGED else FAILED  # to diverge is an answer to the question
 
 
 def _run() -> int:

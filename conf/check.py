@@ -33,9 +33,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def check(cfg: DictConfig) -> dict[str, Any]:
     """The resolved config as plain containers; ValueError, one line, for whatever does not fit. Without torch:
     `check_network` does the rest."""
-    if unknown := sorted(set(map(str, cfg)) - set(SCALARS) - set(AXES)):
+    if unknown := sorted(set(map(str, cfg)) - set(SCALARS) - set(AXES) - {"study"}):
         raise ValueError(f"{unknown[0]!r} is no key of the config; {nearest(unknown[0], [*SCALARS, *AXES])}")
-    plain: dict[str, Any] = {key: _resolve(cfg, key) for key in map(str, cfg)}
+    if cfg.get("study") is not None:
+        raise ValueError("a study is a sweep: leave out hydra.mode")
+    plain: dict[str, Any] = {key: _resolve(cfg, key) for key in map(str, cfg) if key != "study"}
     for key, scalar in SCALARS.items():
         _fit(key, plain[key], scalar.metadata["kind"])
     for axis in AXES:

@@ -21,7 +21,7 @@ Overrides are key=value. An axis takes one of its choices, and AXIS.KEY=value se
 
 def choices(axis: str) -> list[str]:
     """The choices of an axis: the names of the files in its folder."""
-    return sorted(path.stem for path in (CONF / axis).glob("*.yaml"))
+    return sorted(path.stem for path in (CONF / axis).glob("*.yaml") if not path.stem.startswith("_"))
 
 
 def summary(axis: str, choice: str) -> str:
@@ -48,6 +48,10 @@ def text() -> str:
             f"  {'*' if choice == chosen[axis] else ' '} {choice:<{width}}{summary(axis, choice)}"
             for choice in choices(axis)
         ]
+    lines.append(
+        "\nStudies: python train.py study=NAME runs one, judges its claims and draws it (study.scale=laptop, gpu)"
+    )
+    lines += [f"    {name:<{width}}{summary('study', name)}" for name in choices("study")]
     lines.append("\nShared by every run")
     for name, scalar in SCALARS.items():
         shown = {"None": "null", "True": "true", "False": "false"}.get(str(scalar.default), scalar.default)

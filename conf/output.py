@@ -56,7 +56,7 @@ def guarded() -> Iterator[None]:
 
 
 @contextmanager
-def logged(path: Path) -> Iterator[TextIO]:
-    """What is printed in the block stands in the file too, behind what is there."""
-    with path.open("a", encoding="utf-8") as log, redirect_stdout(Output(sys.stdout, log)):
+def logged(path: Path, *, echo: bool = True) -> Iterator[TextIO]:
+    """What is printed in the block stands in the file too, behind what is there; without `echo`, in the file alone."""
+    with path.open("a", encoding="utf-8") as log, redirect_stdout(Output(*([sys.stdout] if echo else []), log)):
         yield log

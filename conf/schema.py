@@ -55,7 +55,8 @@ class Run:
     schedule: Any = None
     logger: Any = None
     recipe: Any = None
+    study: Any = None  # a sweep's, never a run's
 
 
 SCALARS = {f.name: f for f in fields(Run) if f.metadata}
-AXES = [f.name for f in fields(Run) if not f.metadata]
+AXES = [f.name for f in fields(Run) if not f.metadata and f.name != "study"]

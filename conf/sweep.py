@@ -9,14 +9,18 @@ from hydra.experimental.callback import Callback
 from hydra.utils import get_class
 from omegaconf import DictConfig
 
+from conf.study import Job, Study
+
 
 @dataclass(frozen=True)
 class Sweep:
     """`jobs[i]`: the words of job i; None where the sweeper makes them up as it goes (Optuna). `ran[i]`: the directory and
-    the summary of job i, once it has run in this process."""
+    the summary of job i, once it has run in this process. `study` and its `points`, job by job, where it is one's."""
 
     directory: Path
     jobs: list[list[str]] | None
+    study: Study | None = None
+    points: list[Job] = field(default_factory=list)
     ran: dict[int, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
 
 
@@ -27,8 +31,14 @@ class Remember(Callback):
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         jobs, sweeper = None, get_class(config.hydra.sweeper._target_)
+        words = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+        parsed = OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task])
+        directory = Path(config.hydra.sweep.dir)
+        if config.study is not None:
+            study = Study.of(config)
+            points = study.jobs(parsed)
+            Remember.sweep = Sweep(directory, [job.words for job in points], study, points)
+            return
         if hasattr(sweeper, "split_arguments"):  # Hydra's basic sweeper, and what inherits from it
-            words = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-            parsed = OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task])
             (jobs,) = sweeper.split_arguments(parsed, max_batch_size=None)
-        Remember.sweep = Sweep(Path(config.hydra.sweep.dir), jobs)
+        Remember.sweep = Sweep(directory, jobs)

@@ -56,8 +56,9 @@ def draw_run(run: Run, path: str | Path) -> None:
     save(figure, path)
 
 
-def draw_runs(runs: Sequence[Run], path: str | Path) -> None:
-    """Draw several runs to `path` (PNG), one colour each, with their heat maps on one colour scale.
+def draw_runs(runs: Sequence[Run], path: str | Path, *, names: Sequence[str] = ()) -> None:
+    """Draw several runs to `path` (PNG), one colour each, with their heat maps on one colour scale. Without `names` they
+    are told apart by what differs between them.
 
     The first 8 runs get a heat map; the figure says so when there are more. Raises ValueError when there is no run.
     """
@@ -65,7 +66,7 @@ def draw_runs(runs: Sequence[Run], path: str | Path) -> None:
         raise ValueError("a comparison needs at least one run")
     mapped = runs[:HEAT_MAPS]
     rows, columns = -(-len(mapped) // 4), min(len(mapped), 4)
-    names = [plain(f"{text}  [{run.verdict}]") for text, run in zip(label(runs), runs, strict=True)]
+    names = [plain(f"{text}  [{run.verdict}]") for text, run in zip(names or label(runs), runs, strict=True)]
     legend_columns = max(1, min(4, 150 // max(map(len, names))))
     heights = [4.6 + 0.22 * -(-len(runs) // legend_columns), 3.7 * rows]
 

@@ -75,15 +75,24 @@ def show(rows: Sequence[Row], directory: Path) -> None:
         console.print(f"the same command with hydra.sweep.dir={directory} does what is missing", soft_wrap=True)
 
 
-def end(directory: Path, jobs: Sequence[list[str]] | None, ran: Mapping[int, tuple[Path, dict[str, Any]]]) -> bool:
-    """Show the table and write it; whether every job has a result."""
+def told(summary: Mapping[str, Any]) -> str:
+    """What became of a job, in a few words."""
+    loss, seconds = _number(summary.get("final_loss"), ".4f"), _number(summary.get("wall_time_s"), ".1f")
+    words = [summary["verdict"].replace("_", " "), loss and f"loss {loss}", seconds and f"{seconds} s"]
+    return "  ".join(word for word in words if word)
+
+
+def end(
+    directory: Path, jobs: Sequence[list[str]] | None, ran: Mapping[int, tuple[Path, dict[str, Any]]]
+) -> Sequence[Row]:
+    """Show the table and write it."""
     table = rows(directory, jobs, ran)
     show(table, directory)
     try:
         write(directory, table)
     except OSError as error:
         print(f"normlab: {error.filename}: {error.strerror}", file=sys.stderr)
-    return all(row.verdict in DONE for row in table)
+    return table
 
 
 def _recorded(directory: Path) -> Iterator[tuple[Path, list[str]]]:

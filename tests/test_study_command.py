@@ -1,0 +1,170 @@
+"""A study as a user writes one: a YAML file in a folder of his own, one command, and no code."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, SMALL, environment
+
+MINE = """\
+# Does it matter where the norm is?
+defaults:
+  - _base
+  - _self_
+
+question: Does it matter where the norm is?
+arms:
+  pre: [placement=pre]
+  post: [placement=post]
+  none: [norm=none, optimizer.lr=1e9]
+params:
+  seed: [0, 1]
+scales:
+  laptop:
+    words: [WORDS]
+claims:
+  same_start:
+    says: both start at the same loss
+    source: nobody
+    of: {arm: pre}
+    observe: probe
+    knobs: {name: loss, step: 0}
+    against: {arm: post}
+    compare: difference
+    expect: {min: -0.001, max: 0.001}
+  none_diverges:
+    says: without a norm it diverges
+    source: nobody
+    of: {arm: none}
+    observe: verdict
+    expect: {is: diverged}
+""".replace(
+    "WORDS", ", ".join([*SMALL, "steps=30", "batch=4", "probe_every=10", "data=synthetic", "data.tokens=20000"])
+)
+
+MORE = """\
+# The same, with a claim more.
+defaults:
+  - mine
+  - _self_
+
+claims:
+  gradient_is_there:
+    says: the first layer has a gradient
+    source: nobody
+    of: {arm: [pre, post]}
+    observe: gradient
+    knobs: {layer: first}
+    expect: {min: 1e-6}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "conf/study").mkdir(parents=True)
+    (tmp_path / "conf/study/mine.yaml").write_text(MINE)
+    (tmp_path / "conf/study/more.yaml").write_text(MORE)
+    return tmp_path
+
+
+def command(folder: Path, *words: str) -> list[str]:
+    return [sys.executable, str(ROOT / "train.py"), "--config-dir", str(folder / "conf"), *words]
+
+
+def run(folder: Path, *words: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        command(folder, *words), cwd=folder, env=environment(folder / "cache"), capture_output=True, text=True, timeout=300
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def claims(folder: Path, name: str) -> dict[str, dict]:
+    return {claim["name"]: claim for claim in json.loads((folder / name / "claims.json").read_text())["claims"]}
+
+
+@pytest.mark.timeout(300)
+def test_a_study_and_a_claim_need_a_file_each(folder: Path):
+    code, said, errors = run(folder, "study=mine")
+    assert code == 0, said + errors  # neither a claim that fails nor a run that diverges is a failure
+    directory = folder / "runs/study/mine-laptop"
+    assert sorted(path.parent.name for path in directory.glob("*/summary.json")) == sorted(
+        f"{arm}_seed={seed}" for arm in ("pre", "post", "none") for seed in (0, 1)
+    )
+    assert "run 1 of 6: pre_seed=0" in said and "Does it matter where the norm is?" in said
+    found = claims(folder, "runs/study/mine-laptop")
+    assert {name: claim["verdict"] for name, claim in found.items()} == {
+        "same_start": "fails",
+        "none_diverges": "holds",
+    }
+    assert len(found["same_start"]["numbers"]) == 2
+    assert (directory / "report.png").stat().st_size > 20_000
+    assert not list(directory.glob("*/report.png")) and not list(directory.glob("*/checkpoints/*"))
+
+    # each run is one that its own words repeat
+    words = ["hydra.run.dir=again", *json.loads(json.dumps(_words(directory / "post_seed=1/overrides.yaml")))]
+    assert run(folder, "threads=1", *words)[0] == 0
+    assert (folder / "again/metrics.jsonl").read_bytes() == (directory / "post_seed=1/metrics.jsonl").read_bytes()
+
+    # one more claim, over the runs that are there
+    before = {path: path.stat().st_mtime_ns for path in directory.glob("*/metrics.jsonl")}
+    code, said, errors = run(folder, "study=more", f"hydra.sweep.dir={directory}")
+    assert code == 0, said + errors
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert [claim["verdict"] for claim in claims(folder, "runs/study/mine-laptop").values()] == [
+        "fails",
+        "holds",
+        "holds",
+    ]
+
+
+@pytest.mark.timeout(300)
+def test_a_study_that_was_stopped_goes_on(folder: Path):
+    process = subprocess.Popen(
+        command(folder, "study=mine"), cwd=folder, env=environment(folder / "cache"), stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    directory = folder / "runs/study/mine-laptop"
+    while not (directory / "none_seed=0/summary.json").exists() and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert "the same command" in said and not (directory / "claims.json").exists()
+    kept = (directory / "pre_seed=0/metrics.jsonl").stat().st_mtime_ns
+    code, said, errors = run(folder, "study=mine")
+    assert code == 0, said + errors
+    assert (directory / "pre_seed=0/metrics.jsonl").stat().st_mtime_ns == kept
+    assert len(claims(folder, "runs/study/mine-laptop")) == 2
+
+
+@pytest.mark.parametrize(("word", "said"), [
+    ("study.claims.none_diverges.observe=verdikt", "study.claims.none_diverges.observe"),
+    ("study.claims.none_diverges.of.arm=nobody", "study.claims.none_diverges.of"),
+    ("study.scale=gpu", "study.scale=gpu: this study knows laptop"),
+    ("placement=pre", "placement is set by the arms of this study (pre, post, none): leave it out"),
+    ("study.question=null", "study.question"),
+    ("modle.depth=3", "modle.depth is no key of the config; did you mean 'model'?"),
+    ("hydra.mode=RUN", "a study is a sweep: leave out hydra.mode"),
+])  # fmt: skip
+def test_what_is_wrong_is_said_before_the_first_run(folder: Path, word: str, said: str):
+    code, out, errors = run(folder, "study=mine", word)
+    assert code == 2 and errors.startswith("normlab: ") and said in errors, out + errors
+    assert errors.count("\n") == 1 and not list((folder / "runs").rglob("metrics.jsonl"))
+
+
+def _words(path: Path) -> list[str]:
+    import yaml
+
+    return list(yaml.safe_load(path.read_text()))
+
+
+def test_help_lists_the_studies(folder: Path):
+    code, said, _ = run(folder, "--help")
+    assert code == 0 and "post_vs_pre" in said and "_base" not in said
+    assert os.linesep in said
