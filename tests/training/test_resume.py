@@ -107,6 +107,24 @@ def test_force_takes_other_settings_and_they_act(run, monkeypatch):
     assert "resume_force: false" in (summary["directory"] / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize("word", ["optimizer=sgd", "optimizer.update=blocks"])
+def test_force_cannot_give_an_optimizer_another_s_state(run, monkeypatch, word: str):
+    summary = broken_off(run, monkeypatch, 2, "steps=4")
+    with pytest.raises(
+        ValueError, match=rf"{word.partition('=')[0]}.* differ .* what the optimizer keeps: leave them out"
+    ):
+        go_on(run, summary, "steps=4", word, "resume_force=true")
+
+
+def test_frozen_parameters_have_each_step_s_gradient(run):
+    """At a rate that moves nothing: their gradient is that of the step, not of all the steps so far."""
+    words = ["steps=3", "log_every=1", "optimizer=sgd", "optimizer.lr=1e-12", "clip=0"]
+    everything, blocks = (run(*words, f"optimizer.update={update}")[0] for update in ("all", "blocks"))
+    for a, b in zip(steps(everything), steps(blocks), strict=True):
+        for part in ("embed", "head", "total"):
+            assert b["grad_norm"][part] == pytest.approx(a["grad_norm"][part], rel=1e-5)
+
+
 def test_force_cannot_put_weights_into_another_network(run, capsys):
     _, summary = run("steps=2")
     (summary["directory"] / "summary.json").unlink()
@@ -235,6 +253,8 @@ def test_too_little_space_is_said_before_the_first_step(run, monkeypatch, tmp_pa
         ["precision=bf16-mixed"],
         ["norm=batchnorm", "allow_unstable=true"],
         ["model.tied=true", "tokenizer=bpe", "tokenizer.vocab=300"],
+        ["optimizer.update=blocks"],
+        ["optimizer=sgd", "optimizer.momentum=0.9", "optimizer.update=blocks"],
     ],
 )
 def test_a_resume_is_exact_in_every_precision_and_with_running_statistics(run, monkeypatch, words):
