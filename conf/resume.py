@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 # what changes how a run is watched or when it is given up, not what it computes
 FREE = {"resume", "resume_force", "name", "log_every", "val_every", "save_every", "patience", "workers"}
-FREE |= {"allow_unstable", "logger"}
+FREE |= {"allow_unstable", "logger", "probe_every", "picture"}
 # judged by the learning rates of the steps already taken: a run with a schedule that does not look at its end can go on
 BY_EFFECT = {"steps", "schedule"}
 # what the optimizer's state in a checkpoint hangs on: not even force can give it to another

@@ -20,7 +20,7 @@ BLOCK_PARTS = ("attention", "ffn", "norm", "residual")  # these part a block's p
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
 # Settings that change how a run is watched, never what is learnt, or that others imply: no reason to tell two runs apart.
 UNTOLD = {"name", "threads", "resume", "log_every", "val_every", "save_every", "logger", "recipe"}
-UNTOLD |= {"allow_unstable", "resume_force", "workers", "patience"}
+UNTOLD |= {"allow_unstable", "resume_force", "workers", "patience", "probe_every", "picture"}
 
 
 # of `summary.json`, beside verdict and reason

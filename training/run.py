@@ -67,7 +67,7 @@ class Parts:
 
 
 def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Train, judge, draw `report.png`, write `summary.json`; (summary, exit code).
+    """Train, judge, draw `report.png` unless told not to, write `summary.json`; (summary, exit code).
 
     `facts` goes into the summary as it is (name, axes, equation, unigram_entropy, floor, depth). The exit code is 0,
     3 for a run that diverged, 128 + the signal's number for one that was interrupted, 1 for one that ran out of disk.
@@ -94,7 +94,7 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     with ExitStack() as closing:
         closing.callback(_unless_full, lambda: parts.log.finish(summary, code))
         closing.callback(_unless_full, lambda: replace(parts.directory / "summary.json", document(summary)))
-        closing.callback(_unless_full, lambda: _draw(parts, summary) if recorder.loss else None)
+        closing.callback(_unless_full, lambda: _draw(parts, summary) if recorder.loss and scalars["picture"] else None)
         closing.callback(_unless_full, recorder.close)
     if failure and not _full(failure):
         raise RuntimeError(f"the run failed: {reason}") from failure

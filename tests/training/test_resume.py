@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from conf import resume
+from scripts import generate
 from tests.training.test_run import Kick, poisoned, steps
 from training import run as run_module
 from training.schedule import WSD, Constant, Cosine
@@ -137,6 +138,7 @@ def test_what_is_only_watched_may_change(run, monkeypatch):
     unbroken, _ = run("steps=12")
     summary = broken_off(run, monkeypatch, 5, "steps=12")
     words = ["log_every=3", "save_every=5", "val_every=4", "name=other", "workers=1", "patience=5"]
+    words += ["picture=false", "probe_every=4"]
     resumed, again = go_on(run, summary, "steps=12", *words)
     assert [r["loss"] for r in steps(resumed)] == [r["loss"] for r in steps(unbroken)]
     assert [r["step"] for r in resumed if "val_loss" in r] == [0, 8, 12]
@@ -244,6 +246,34 @@ def test_too_little_space_is_said_before_the_first_step(run, monkeypatch, tmp_pa
     with pytest.raises(ValueError, match=r"0.1 MB free, 0.6 MB needed for checkpoints and records: make room"):
         run("steps=60", directory=tmp_path / "small")
     assert not (tmp_path / "small").exists()
+
+
+def test_a_run_that_keeps_nothing_needs_no_room_for_it(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
+    run("steps=60", "save_every=0")  # 43 kB of records
+    with pytest.raises(ValueError, match=r"0.1 MB free, 0.3 MB needed for records: make room"):
+        run("steps=60", "save_every=0", "probe_every=1", "log_every=1", "model.depth=7")
+
+
+def test_a_run_without_checkpoints_starts_anew(run, monkeypatch, capsys):
+    words = ["steps=12", "save_every=0", "val_every=0", "picture=false", "log_every=1", "model.dropout=0.1"]
+    unbroken, _ = run(*words)
+    assert [record["step"] for record in unbroken if "val_loss" in record] == [0, 12]
+    summary = broken_off(run, monkeypatch, 5, *words)
+    assert summary["reason"] == "SIGTERM after step 5 of 12"
+    where = summary["directory"]
+    capsys.readouterr()
+    resumed, again = go_on(run, summary, *words)
+    said = capsys.readouterr().out
+    assert f"{where} holds no checkpoint: the run starts again from step 0" in said
+    assert f"record: {where}" in said and "picture" not in said
+    assert resumed == unbroken and again["steps_done"] == 12
+    assert not (where / "checkpoints").exists() and not (where / "report.png").exists()
+    assert generate.main([str(where)]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"generate.py: {where}: no weights to sample from: the run kept none (save_every=0)\n"
+    )
 
 
 @pytest.mark.parametrize(
