@@ -41,9 +41,9 @@ class Pace(Callback):
             return
         step = trainer.global_step
         last = step >= task.steps or trainer.should_stop
-        if _due(step, self.val_every) or step >= task.steps:
+        if due(step, self.val_every) or step >= task.steps:
             self._validate(trainer, task)
-        if _due(step, self.save_every) or last:
+        if due(step, self.save_every) or last:
             self._save(trainer, task, "last")
 
     def _validate(self, trainer: pl.Trainer, task: Task) -> None:
@@ -72,11 +72,6 @@ class Pace(Callback):
             return
         self.directory.mkdir(exist_ok=True)
         trainer.save_checkpoint(self.directory / f"{name}.ckpt")
-
-
-def _due(step: int, every: int) -> bool:
-    """Whether a thing that is done `every` steps, 0 = never, is done after `step`."""
-    return every > 0 and step % every == 0
 
 
 def _finite(model: torch.nn.Module) -> bool:
@@ -110,6 +105,11 @@ class Stop(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, task: pl.LightningModule, *_: Any) -> None:
         if self.signals.received and ends_step(trainer, task):
             trainer.should_stop = True
+
+
+def due(step: int, every: int) -> bool:
+    """Whether a thing that is done `every` steps, 0 = never, is done after `step`."""
+    return every > 0 and step % every == 0
 
 
 def ends_step(trainer: pl.Trainer, task: pl.LightningModule) -> bool:
