@@ -62,6 +62,23 @@ def test_a_resume_has_the_same_probes(run, monkeypatch, words: list[str], stop: 
     assert text(run(*words, f"resume={where}", directory=where)[1]) == unbroken
 
 
+def test_a_run_that_fails_early_keeps_the_probe_of_step_0(run, monkeypatch, tmp_path):
+    """Its checkpoint is that of step 0, and counts on the line."""
+
+    class Fail(run_module.pl.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 4:
+                raise AssertionError("in mid-run")
+
+    words, where = [*WORDS, "probe_every=3"], tmp_path / "broken"
+    unbroken, original = text(run(*words)[1]), run_module._trainer
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "_trainer", lambda d, s, c, **k: original(d, s, [*c, Fail()], **k))
+        with pytest.raises(RuntimeError, match="in mid-run"):
+            run(*words, directory=where)
+    assert text(run(*words, f"resume={where}", directory=where)[1]) == unbroken
+
+
 @pytest.mark.parametrize("words", CASES, ids=lambda words: words[0])
 def test_the_line_of_step_0_is_the_probe(run, words: list[str]):
     words = [*WORDS, *words]
@@ -115,3 +132,20 @@ def test_what_does_not_exist_is_left_out(run):
     for record in probes(records):
         assert not {"gain_min", "gain_mean", "gain_max", "token_cosine"} & record["probe"].keys()
         assert "nonfinite" not in record
+
+
+def test_a_run_that_diverges_by_its_loss_ends_no_sooner_for_being_watched(run):
+    words = [
+        "steps=60",
+        "log_every=20",
+        "val_every=0",
+        "save_every=0",
+        "clip=0",
+        "schedule=constant",
+        "schedule.warmup=0",
+    ]
+    words += ["optimizer.lr=10"]
+    _, summary = run(*words)
+    assert summary["verdict"] == "diverged" and summary["skipped_steps"] == 0
+    _, watched = run(*words, "probe_every=7")
+    assert [line for line in text(watched) if '"probe"' not in line] == text(summary)
