@@ -144,7 +144,7 @@ def _train(
     from training.checkpoint import check_space, resume_point
     from training.describe import closing, describe
 
-    context, steps = plain["model"]["context"], plain["steps"]
+    context = plain["model"]["context"]
     device = machine.accelerator()
     machine.precision(plain["precision"], device)
     rows = plain["batch"] // plain["accumulate"]
@@ -166,7 +166,7 @@ def _train(
         before.check_record(start, lost(directory / "metrics.jsonl", start))
         before.check_schedule(instantiate(before.config["schedule"]), schedule, start)
         environment, notes = before.goes_on(environment | {"run": run_id or environment["run"]}, start)
-    check_space(directory, model, steps=steps, log_every=plain["log_every"], depth=model.depth)
+    check_space(directory, model, plain, depth=model.depth)
     from training.run import Parts, fit
 
     signals.check()  # the last: from here on there is something to lose

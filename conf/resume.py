@@ -17,9 +17,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 # what changes how a run is watched or when it is given up, not what it computes
 FREE = {"resume", "resume_force", "name", "log_every", "val_every", "save_every", "patience", "workers"}
-FREE |= {"allow_unstable", "logger"}
+FREE |= {"allow_unstable", "logger", "probe_every", "picture"}
 # judged by the learning rates of the steps already taken: a run with a schedule that does not look at its end can go on
 BY_EFFECT = {"steps", "schedule"}
+# what the optimizer's state in a checkpoint hangs on: not even force can give it to another
+STATE = {"optimizer", "optimizer.update", "optimizer.momentum"}
 
 
 class Schedule(Protocol):
@@ -221,6 +223,10 @@ def recorded(plain: dict[str, Any], directory: Path) -> Before:
     changed = [key for key in changed if key.partition(".")[0] not in FREE]
     before = Before(directory, plain, config, environment, summary, tuple(changed))
     before.check_record(before.done, [])
+    if fixed := [key for key in changed if key in STATE]:
+        raise before.refuse(
+            f"{', '.join(fixed)} differ from the run's own config, and with them what the optimizer keeps: leave them out"
+        )
     at_once = [key for key in changed if key.partition(".")[0] not in BY_EFFECT]
     if at_once and not plain["resume_force"]:
         raise before.refuse(

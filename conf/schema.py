@@ -33,8 +33,12 @@ class Run:
     )
     workers: int = _scalar(0, Natural, "processes that fetch windows; 0 = the training process itself")
     log_every: int = _scalar(10, Count, "steps between records of every layer's gradient norm (loss: every step)")
-    val_every: int = _scalar(200, Count, "steps between validations")
-    save_every: int = _scalar(200, Count, "steps between checkpoints")
+    probe_every: int = _scalar(
+        0, Natural, "steps between measurements of stream, attention and updates on a fixed probe batch; 0 = none"
+    )
+    val_every: int = _scalar(200, Natural, "steps between validations; 0 = before the first and after the last alone")
+    save_every: int = _scalar(200, Natural, "steps between checkpoints; 0 = none: no weights are kept")
+    picture: bool = _scalar(True, bool, "draw report.png at the run's end")
     patience: int = _scalar(
         3, Natural, "steps in a row with a loss or gradient that is not finite before the run stops; 0 = no end"
     )

@@ -16,6 +16,10 @@ from model.linear import Linear
 
 
 class Init(Protocol):
+    @property
+    def centred(self) -> bool:
+        """Whether what enters the stream has mean zero over its features: see `FanIn`."""
+
     def matrix(self, fan_in: int, fan_out: int) -> float:
         """The std of a hidden matrix."""
 
@@ -27,7 +31,16 @@ class Init(Protocol):
 
 
 class FanIn:
-    """std = 1 / sqrt(fan_in). Embeddings: RMS 1 in sum; head N(0, 1/dim)."""
+    """std = 1 / sqrt(fan_in). Embeddings: RMS 1 in sum; head N(0, 1/dim).
+
+    `centred` takes from each vector that enters the stream (a row of the token or position table, a column of o and down)
+    its mean over the features, after it is drawn: its mean square is then 1 - 1/dim times as large. In a pre-norm network
+    without biases and dropout the stream of each token has mean zero, and LayerNorm at its start (g = 1, b = 0) is RMSNorm.
+    Source: Jiang et al. 2023, arXiv 2305.14858, section 3.
+    """
+
+    def __init__(self, *, centred: bool = False) -> None:
+        self.centred = centred
 
     def matrix(self, fan_in: int, fan_out: int) -> float:
         return 1 / sqrt(fan_in)
@@ -53,6 +66,8 @@ class Normal:
     post-norm.
     """
 
+    centred = False
+
     def __init__(self, *, std: float = 0.02) -> None:
         if std <= 0:
             raise ValueError(f"init.std must be > 0, found {std}")
@@ -69,23 +84,37 @@ class Normal:
 
 
 def std_of(linear: Linear, init: Init) -> float:
-    """The std of a matrix: gain * std(fan_in, fan_out). q, k and v are separate matrices, and a key-value head that
-    serves several query heads counts as often as it is used, so that grouping does not change the std."""
+    """The std of a matrix: gain * std(fan_in, fan_out), less what centring takes. q, k and v are separate matrices, and a
+    key-value head that serves several query heads counts as often as it is used, so that grouping does not change the
+    std."""
+    return _drawn_std(linear, init) * (sqrt(1 - 1 / linear.out_features) if _is_centred(linear, init) else 1)
+
+
+def _drawn_std(linear: Linear, init: Init) -> float:
     return linear.gain * init.matrix(linear.in_features, linear.out_features * linear.repeats)
 
 
-def draw_(parameter: Tensor, std: float, *, seed: int, name: str) -> None:
-    """Fill with N(0, std^2), on the CPU in float32, so that every device and dtype starts from the same numbers."""
+def _is_centred(linear: Linear, init: Init) -> bool:
+    return init.centred and linear.role == "write"
+
+
+def draw_(parameter: Tensor, std: float, *, seed: int, name: str, centred: int | None = None) -> None:
+    """Fill with N(0, std^2), on the CPU in float32, so that every device and dtype starts from the same numbers; then take
+    away the mean over the dimension `centred`, in the parameter's own dtype."""
     key = int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()) >> 1
-    draw = torch.empty(parameter.shape).normal_(0.0, std, generator=torch.Generator().manual_seed(key))
+    draw = torch.empty(parameter.shape, dtype=torch.float32)
+    draw.normal_(0.0, std, generator=torch.Generator().manual_seed(key))
     with torch.no_grad():
         parameter.copy_(draw)
+        if centred is not None:
+            parameter -= parameter.mean(centred, keepdim=True)
 
 
 def initialise_(modules: Iterable[tuple[str, nn.Module]], init: Init, seed: int) -> None:
     """Every Linear of the blocks: its matrix by role, shape and gain; its bias zero."""
     for name, module in modules:
         if isinstance(module, Linear):
-            draw_(module.weight, std_of(module, init), seed=seed, name=f"{name}.weight")
+            features = 0 if _is_centred(module, init) else None
+            draw_(module.weight, _drawn_std(module, init), seed=seed, name=f"{name}.weight", centred=features)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)

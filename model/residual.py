@@ -49,17 +49,23 @@ def gpt2(site: Site, dim: int) -> Residual:
     return Residual(gains={"write": (2 * site.depth) ** -0.5})
 
 
-def deepnorm(site: Site, dim: int, *, scale_gate: bool = False) -> Residual:
+def deepnorm(
+    site: Site, dim: int, *, alpha: float | None = None, beta: float | None = None, scale_gate: bool = False
+) -> Residual:
     """x <- N(alpha x + F(x)), alpha = (2N)^(1/4); v, o, up, down start with Xavier gain beta = (8N)^(-1/4), q and k
-    with gain 1. Both are constants of the depth; beta never appears in the forward pass.
+    with gain 1. Both are constants of the depth; beta never appears in the forward pass. A number takes the formula's
+    place, for ablations: beta=1 is alpha alone, alpha=1 beta alone.
 
     Source: Wang et al. 2022 (DeepNet), arXiv 2203.00555, figure 2 and table "decoder-only"; its feed-forward has two
     matrices. With a gated one, `scale_gate` scales the gate too, as GLM-130B's code does; without it the branch keeps
     the paper's beta^2 (three scaled matrices would make it about beta^3).
     """
-    beta = (8 * site.depth) ** -0.25
+    for name, given in (("alpha", alpha), ("beta", beta)):
+        if given is not None and given <= 0:
+            raise ValueError(f"residual.{name} must be > 0, or null for the paper's, found {given}")
+    beta = (8 * site.depth) ** -0.25 if beta is None else float(beta)
     gains = {"carry": beta, "write": beta} | ({"gate": beta} if scale_gate else {})
-    return Residual(alpha=(2 * site.depth) ** 0.25, gains=gains)
+    return Residual(alpha=(2 * site.depth) ** 0.25 if alpha is None else float(alpha), gains=gains)
 
 
 def learned_scalars(site: Site, dim: int, *, alpha: float = 1.0, beta: float = 1.0) -> Residual:

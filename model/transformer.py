@@ -78,11 +78,12 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(_block(layer, choices, sizes, position) for layer in range(1, sizes.depth + 1))
         self.head = Head(token if sizes.tied else nn.Parameter(torch.empty(vocab, dim)), ends["head"])
 
-        draw_(token, token_std, seed=seed, name="embed.token")
+        features = -1 if init.centred else None
+        draw_(token, token_std, seed=seed, name="embed.token", centred=features)
         if not sizes.tied:
             draw_(self.head.weight, init.head(dim), seed=seed, name="head.weight")
         for name, parameter in position.named_parameters():
-            draw_(parameter, rms, seed=seed, name=f"position.{name}")
+            draw_(parameter, rms, seed=seed, name=f"position.{name}", centred=features)
         initialise_(self.blocks.named_modules(), init, seed)
 
     def forward(self, tokens: Tensor) -> Tensor:

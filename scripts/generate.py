@@ -53,6 +53,9 @@ def load(run: Path, checkpoint: str) -> tuple[Transformer, Tokenizer]:
     """The network and the tokenizer of a run directory; ValueError where one of their files is missing or damaged."""
     paths = [run / "checkpoints" / f"{name}.ckpt" for name in dict.fromkeys((checkpoint, "last"))]
     path = next((path for path in paths if path.is_file()), None)
+    config = run / "config.yaml"
+    if path is None and config.is_file() and OmegaConf.select(OmegaConf.load(config), "save_every") == 0:
+        raise ValueError(f"{run}: no weights to sample from: the run kept none (save_every=0)")
     for needed in (run / "config.yaml", run / "tokenizer.json"):
         if path is None or not needed.is_file():
             missing = needed.name if path else "checkpoints/last.ckpt"

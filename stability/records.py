@@ -18,9 +18,10 @@ Array = NDArray[np.float64]
 
 BLOCK_PARTS = ("attention", "ffn", "norm", "residual")  # these part a block's parameters: their squares add up
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
+STREAM = ("stream_rms", "stream_grad_norm", "token_cosine")  # of a probe, after the embedding (0) and after each block
 # Settings that change how a run is watched, never what is learnt, or that others imply: no reason to tell two runs apart.
 UNTOLD = {"name", "threads", "resume", "log_every", "val_every", "save_every", "logger", "recipe"}
-UNTOLD |= {"allow_unstable", "resume_force", "workers", "patience"}
+UNTOLD |= {"allow_unstable", "resume_force", "workers", "patience", "probe_every", "picture"}
 
 
 # of `summary.json`, beside verdict and reason
@@ -51,8 +52,9 @@ def metrics_line(record: dict[str, Any]) -> str:
     """One record as one line of strict JSON, without the line feed.
 
     Floats keep at most 9 significant digits (every float32 survives that). What is not finite becomes `null` and is
-    named under `"nonfinite"`, since NaN is not JSON: `loss`, `grad_norm.total`, or `ffn[12]` for layer 12 of
-    `grad_norm.ffn` (layers count from 1). Whatever has a `tolist` (an array, a tensor) is written as its list.
+    named under `"nonfinite"`, since NaN is not JSON: `loss`, `grad_norm.total`, `ffn[12]` for layer 12 of `grad_norm.ffn`
+    (layers count from 1), `probe.stream_rms[0]` for the embedding. Whatever has a `tolist` (an array, a tensor) is written
+    as its list.
     """
     nonfinite: list[str] = list(record.get("nonfinite", []))
     clean = {key: _finite(value, key, nonfinite) for key, value in record.items() if key != "nonfinite"}
@@ -67,8 +69,8 @@ def _finite(value: Any, name: str, nonfinite: list[str]) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item, f"{name}.{key}", nonfinite) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        part = name.removeprefix("grad_norm.")
-        return [_finite(item, f"{part}[{layer}]", nonfinite) for layer, item in enumerate(value, start=1)]
+        part, first = name.removeprefix("grad_norm."), 0 if name.removeprefix("probe.") in STREAM else 1
+        return [_finite(item, f"{part}[{place}]", nonfinite) for place, item in enumerate(value, start=first)]
     if not isinstance(value, float):
         return value
     if not math.isfinite(value):

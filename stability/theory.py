@@ -126,7 +126,8 @@ def predict(choices: Choices, sizes: Sizes) -> Prediction:
     if joins := _joins(choices, sizes, places, residuals):
         position = choices.position(sizes.dim, sizes.head_dim, sizes.context)
         terms = 1 + position.terms
-        start = 1.0 if "embed" in choices.placement.ends else terms * choices.init.embedding(terms) ** 2
+        entering = terms * choices.init.embedding(terms) ** 2 * _kept(choices, sizes)
+        start = 1.0 if "embed" in choices.placement.ends else entering
         low, high = mean_square(start, joins)
         stream, source = (low[::2], high[::2]), _source(places)
 
@@ -156,15 +157,20 @@ def _joins(
             joins.append(Join(alpha, beta**2, beta**2))
         elif "in" in at and not sizes.dropout and branch == "attention":
             carry, write = (_square(choices, residual, role, sizes.dim, sizes.dim) for role in ("carry", "write"))
-            joins.append(Join(alpha, 0.0, beta**2 * s**2 * carry * write))
+            joins.append(Join(alpha, 0.0, beta**2 * s**2 * carry * write * _kept(choices, sizes)))
         elif "in" in at and not sizes.dropout and isinstance(ffn, MLP):
             up = s**2 * _square(choices, residual, "carry", sizes.dim, ffn.up.out_features)
-            down = _square(choices, residual, "write", ffn.down.in_features, sizes.dim)
+            down = _square(choices, residual, "write", ffn.down.in_features, sizes.dim) * _kept(choices, sizes)
             adds = beta**2 * ffn_mean_square(ffn.act, up, down)
             joins.append(Join(alpha, adds, adds))
         else:
             return []
     return joins
+
+
+def _kept(choices: Choices, sizes: Sizes) -> float:
+    """Of the mean square of what is drawn to enter the stream: centring takes a share 1/dim."""
+    return 1 - 1 / sizes.dim if choices.init.centred else 1.0
 
 
 def _ffn(choices: Choices, sizes: Sizes) -> nn.Module:

@@ -77,7 +77,7 @@ def trace(model: Transformer, windows: Sequence[Tensor], *, autocast: bool = Fal
     seen, entries, share = _Seen(len(windows)), inventory(model), 1 / len(windows)
     gradients = GradientNorms(entries, model.depth)
     device, losses = entries[0].parameter.device.type, []
-    with _as_found(model), _hooked(model, seen, device):
+    with as_found(model), _hooked(model, seen, device):
         for batch in windows:
             with torch.autocast(device, torch.bfloat16, enabled=autocast):
                 loss = next_token_loss(model, batch) * share
@@ -124,15 +124,16 @@ class _Seen:
 
 
 @contextmanager
-def _as_found(model: Transformer) -> Iterator[None]:
-    """The step under way in training mode; after it, all that it moved is where it was."""
+def as_found(model: Transformer, *, training: bool = True) -> Iterator[None]:
+    """What is done within in training (or evaluation) mode and without gradients at the start moves nothing: afterwards
+    gradients, buffers, generators and modes are where they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     devices = [parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"][:1]
     try:
         with torch.random.fork_rng(devices):
-            model.train()
+            model.train(training)
             for parameter, _ in gradients:
                 parameter.grad = None
             yield

@@ -55,7 +55,7 @@ def resume_point(directory: Path, model: nn.Module, run_id: str | None) -> tuple
     """(The newest checkpoint of this run that is whole, the steps that it has done, the run's id), or (None, 0, run_id)
     where it has none yet.
 
-    Says which files it leaves aside and why; ValueError where no other is left.
+    Says which files it leaves aside and why, and where there is none; ValueError where no other is left.
     """
     good: dict[int, tuple[Path, str]] = {}
     paths = [path for name in NAMES if (path := directory / "checkpoints" / f"{name}.ckpt").is_file()]
@@ -69,24 +69,29 @@ def resume_point(directory: Path, model: nn.Module, run_id: str | None) -> tuple
         raise ValueError(
             f"resume={directory}: no checkpoint there can be used; with checkpoints/ moved away it starts again from step 0"
         )
+    if not paths:
+        print(f"{directory} holds no checkpoint: the run starts again from step 0")
     start = max(good, default=0)
     return (good[start][0], start, good[start][1]) if good else (None, 0, run_id)
 
 
-def check_space(directory: Path, model: nn.Module, *, steps: int, log_every: int, depth: int) -> None:
-    """ValueError where the disk lacks room for the run's checkpoints and records.
+def check_space(directory: Path, model: nn.Module, scalars: dict[str, Any], *, depth: int) -> None:
+    """ValueError where the disk lacks room for the run's checkpoints (none with save_every=0) and records.
 
     A checkpoint holds each weight and the optimizer's two moments of it; there are `last`, `best` and the one that is being
     written, less those that are there already. A record line takes about 250 bytes, and 13 arrays over the layers, of
-    about 14 bytes a number, on each log step; W&B's file is about as large.
+    about 14 bytes a number, on each log step, as many on each probe step; W&B's file is about as large.
     """
     there = next(path for path in (directory, *directory.resolve().parents) if path.is_dir())
     weights = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     old = sum((directory / "checkpoints" / f"{name}.ckpt").is_file() for name in NAMES)
-    records = 2 * (250 * steps + 13 * 14 * depth * (steps // log_every + 2))
-    needed, free = 3 * weights * (3 - old) + records, shutil.disk_usage(there).free
+    steps, log_every, probe_every = (scalars[key] for key in ("steps", "log_every", "probe_every"))
+    measured = steps // log_every + 2 + (steps // probe_every + 2 if probe_every else 0)
+    checkpoints = 3 * weights * (3 - old) if scalars["save_every"] else 0
+    needed, free = checkpoints + 2 * (250 * steps + 13 * 14 * depth * measured), shutil.disk_usage(there).free
     if free < needed:
         raise ValueError(
-            f"{directory}: {free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB needed for checkpoints and records: make room, "
+            f"{directory}: {free / 1e6:,.1f} MB free, {needed / 1e6:,.1f} MB needed for "
+            f"{'checkpoints and ' if checkpoints else ''}records: make room, "
             "or name another place by hydra.run.dir (hydra.sweep.dir)"
         )

@@ -1,19 +1,20 @@
-"""The optimizer and what decays."""
+"""The optimizers: which parameters they move, and what decays."""
 
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 if TYPE_CHECKING:  # a bad knob is refused without loading torch
     from torch.nn import Parameter
-    from torch.optim import AdamW
+    from torch.optim import SGD, AdamW
 
     from model.transformer import Transformer
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Update = Literal["all", "blocks"]
 
 
 def adamw(
@@ -24,22 +25,59 @@ def adamw(
     eps: Positive = 1e-8,
     weight_decay: NonNegative = 0.1,
     norm_decay: NonNegative = 0.0,
+    update: Update = "all",
 ) -> "AdamW":
-    """theta <- theta - lr (m^ / (sqrt(v^) + eps) + lambda theta), lambda by what the parameter is.
+    """theta <- theta - lr (m^ / (sqrt(v^) + eps) + lambda theta), lambda and which theta as `groups` says.
 
-    lambda is `weight_decay` for matrices, `norm_decay` for norm gains, and 0 for biases, embeddings (a tied matrix is
-    one) and learnt coefficients. Qwen3-Next decays its zero-centred gains; decaying a plain gain pulls it to 0.
     Fused, since the fused kernel alone takes `found_inf` and skips a non-finite step on the device.
     Source: Loshchilov, Hutter 2017, arXiv 1711.05101, algorithm 2.
     """
     from torch.optim import AdamW
 
+    listed = groups(model, weight_decay=weight_decay, norm_decay=norm_decay, update=update)
+    return AdamW(listed, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=True)
+
+
+def sgd(
+    model: "Transformer",
+    *,
+    lr: Positive = 0.1,
+    momentum: Beta = 0.0,
+    weight_decay: NonNegative = 0.0,
+    norm_decay: NonNegative = 0.0,
+    update: Update = "all",
+) -> "SGD":
+    """b <- mu b + g + lambda theta, theta <- theta - lr b, b = 0 at the start; lambda and which theta as `groups` says.
+
+    Fused for the same reason. Source: Sutskever et al. 2013 (ICML), eq. 1 and 2, in torch's form: lr multiplies b.
+    """
+    import torch
+    from torch.optim import SGD
+
+    listed = groups(model, weight_decay=weight_decay, norm_decay=norm_decay, update=update)
+    optimizer = SGD(listed, lr=lr, momentum=momentum, fused=True)
+    if momentum:  # torch takes memory as it is for b on the first step, and leaves it so where that is skipped
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return optimizer
+
+
+def groups(model: "Transformer", *, weight_decay: float, norm_decay: float, update: Update) -> list[dict[str, Any]]:
+    """torch's parameter groups: what is updated, and its decay lambda.
+
+    lambda is `weight_decay` for matrices, `norm_decay` for norm gains, and 0 for biases, embeddings (a tied matrix is
+    one) and learnt coefficients. Qwen3-Next decays its zero-centred gains; decaying a plain gain pulls it to 0.
+
+    `update=blocks` leaves out all but the matrices of the blocks: embeddings, head, gains, biases and coefficients stay
+    where they start, while their gradients are measured and clipped as ever. The theory of the model update moves these
+    matrices alone: Wang et al. 2022 (DeepNet), arXiv 2203.00555, section 4.
+    """
     from model.inventory import inventory
 
     decay = {"matrix": weight_decay, "norm": norm_decay, "other": 0.0}
     # a group each even where two decay alike, so that a resume with another decay finds the same groups
-    groups: dict[str, list[Parameter]] = defaultdict(list)
+    found: dict[str, list[Parameter]] = defaultdict(list)
     for entry in inventory(model):
-        groups[entry.kind if entry.kind in decay else "other"].append(entry.parameter)
-    listed = [{"params": parameters, "weight_decay": decay[kind]} for kind, parameters in groups.items()]
-    return AdamW(listed, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=True)
+        if update == "all" or (entry.layer and entry.kind == "matrix"):
+            found[entry.kind if entry.kind in decay else "other"].append(entry.parameter)
+    return [{"params": parameters, "weight_decay": decay[kind]} for kind, parameters in found.items()]

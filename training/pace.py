@@ -18,9 +18,9 @@ from training.task import Task
 
 
 class Pace(Callback):
-    """Validates before the first step, every `val_every` and after the last, always over the same windows; saves before
-    the first step, every `save_every` and at the end, `last.ckpt`, and where the validation loss is the lowest so far,
-    `best.ckpt`.
+    """Validates before the first step, every `val_every` (0: never between) and after the last, always over the same
+    windows; saves before the first step, every `save_every` (0: nothing at all) and at the end, `last.ckpt`, and where the
+    validation loss is the lowest so far, `best.ckpt`.
 
     Weights that are not finite are never saved, nor are those of a run whose loss diverged. A run that stops because its
     steps are not finite still has the weights of the last one that was: they are saved.
@@ -41,9 +41,9 @@ class Pace(Callback):
             return
         step = trainer.global_step
         last = step >= task.steps or trainer.should_stop
-        if step % self.val_every == 0 or step >= task.steps:
+        if due(step, self.val_every) or step >= task.steps:
             self._validate(trainer, task)
-        if step % self.save_every == 0 or last:
+        if due(step, self.save_every) or last:
             self._save(trainer, task, "last")
 
     def _validate(self, trainer: pl.Trainer, task: Task) -> None:
@@ -62,6 +62,8 @@ class Pace(Callback):
             self._save(trainer, task, "best")
 
     def _save(self, trainer: pl.Trainer, task: Task, name: str) -> None:
+        if not self.save_every:
+            return
         recorder = task.recorder
         recorder.to_disk()
         recorder.pause()
@@ -103,6 +105,11 @@ class Stop(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, task: pl.LightningModule, *_: Any) -> None:
         if self.signals.received and ends_step(trainer, task):
             trainer.should_stop = True
+
+
+def due(step: int, every: int) -> bool:
+    """Whether a thing that is done `every` steps, 0 = never, is done after `step`."""
+    return every > 0 and step % every == 0
 
 
 def ends_step(trainer: pl.Trainer, task: pl.LightningModule) -> bool:

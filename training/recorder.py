@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ class Recorder:
         self.val_loss: list[tuple[int, float]] = []
         self.ends: dict[int, np.ndarray] = {}  # block norms at the first and the latest log step
         self.latest: dict[str, Any] = {}
-        self._pending: list[tuple[int, float, Tensor]] = []
+        self.probed = False  # whether the record has a probe line
+        self._pending: list[tuple[int, float, Tensor] | dict[str, Any]] = []
         self._path, self._file = path, path.open("ab", buffering=0)
         self._clock: float | None = None
         self._trained = 0.0  # seconds, the first step and validations apart
@@ -76,6 +78,9 @@ class Recorder:
         for record in kept:
             if "val_loss" in record:
                 self.val_loss.append((record["step"], _number(record["val_loss"])))
+                continue
+            if "probe" in record:
+                self.probed = True
                 continue
             self._fill(record["step"] - 1)
             place = Place(**record["began"]) if "began" in record else None
@@ -105,10 +110,15 @@ class Recorder:
         """Write what is pending: one transfer for all of it."""
         if not self._pending:
             return
-        values = torch.stack([row for _, _, row in self._pending]).cpu().numpy()
-        self._tick(len(self._pending))
-        for (step, lr, _), row in zip(self._pending, values, strict=True):
-            self._write_step(step, lr, float(row[0]), float(row[1]), row[2:])
+        if rows := [held[2] for held in self._pending if not isinstance(held, dict)]:
+            values = iter(torch.stack(rows).cpu().numpy())
+            self._tick(len(rows))
+        for held in self._pending:
+            if isinstance(held, dict):
+                self._write(held)
+            else:
+                row = next(values)
+                self._write_step(held[0], held[1], float(row[0]), float(row[1]), row[2:])
         self._pending.clear()
 
     def _write_step(self, step: int, lr: float, loss: float, total: float, norms: np.ndarray) -> None:
@@ -148,6 +158,22 @@ class Recorder:
         if not np.isfinite(loss) and self.reason is None:
             self.reason = f"validation loss not finite at step {step}"
             self.first_bad_step = self.first_bad_step or step
+
+    def probe(self, step: int, seen: dict[str, Any]) -> None:
+        """One line for a probe, in its place among the steps. It waits with them for the next log step: to write them now
+        could end a diverging run some steps sooner than without the probe."""
+        self._pending.append({"step": step, "tokens": step * self.tokens_per_step, "probe": seen})
+        self.probed = True
+
+    @contextmanager
+    def untimed(self, device: torch.device) -> Iterator[None]:
+        """The training clock stands still meanwhile; what the device still has to do of the training counts as such."""
+        if device.type != "cpu":
+            torch.accelerator.synchronize()
+        began = time.perf_counter()
+        yield
+        if self._clock is not None:
+            self._clock += time.perf_counter() - began
 
     def pause(self) -> None:
         """Stop the training clock until the next step (validation, checkpoints)."""

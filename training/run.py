@@ -32,6 +32,7 @@ from stability.verdict import DIVERGED, FAILED, judge, spikes, tail
 from stability.whole import document, replace
 from training import device as machine
 from training.pace import Bar, Lines, Pace, Stop, WholeFiles
+from training.probing import Probing
 from training.recorder import Recorder
 from training.schedule import Constant
 from training.signals import Signals, name
@@ -67,7 +68,7 @@ class Parts:
 
 
 def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Train, judge, draw `report.png`, write `summary.json`; (summary, exit code).
+    """Train, judge, draw `report.png` unless told not to, write `summary.json`; (summary, exit code).
 
     `facts` goes into the summary as it is (name, axes, equation, unigram_entropy, floor, depth). The exit code is 0,
     3 for a run that diverged, 128 + the signal's number for one that was interrupted, 1 for one that ran out of disk.
@@ -94,7 +95,7 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     with ExitStack() as closing:
         closing.callback(_unless_full, lambda: parts.log.finish(summary, code))
         closing.callback(_unless_full, lambda: replace(parts.directory / "summary.json", document(summary)))
-        closing.callback(_unless_full, lambda: _draw(parts, summary) if recorder.loss else None)
+        closing.callback(_unless_full, lambda: _draw(parts, summary) if recorder.loss and scalars["picture"] else None)
         closing.callback(_unless_full, recorder.close)
     if failure and not _full(failure):
         raise RuntimeError(f"the run failed: {reason}") from failure
@@ -124,7 +125,8 @@ def _unless_full(step: Callable[[], None]) -> None:
 
 def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     model, steps, accumulate = parts.model.train(), scalars["steps"], scalars["accumulate"]
-    if machine.precision(scalars["precision"], parts.device) == "64-true":
+    precision = machine.precision(scalars["precision"], parts.device)
+    if precision == "64-true":
         model.double()  # Lightning does it after it has loaded a checkpoint, which would round the weights
     gradients = GradientNorms(inventory(model), model.depth)
 
@@ -150,8 +152,12 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
     every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}
     pace = Pace(parts.directory / "checkpoints", parts.val, **every)
-    # Stop before Pace, which saves when a stop has been asked for
-    trainer = _trainer(parts.device, scalars, [Stop(parts.signals), pace, show], bar=isinstance(show, Bar))
+    probing = []
+    if every_probe := scalars["probe_every"]:
+        windows, bf16 = [parts.windows[item] for item in range(accumulate)], precision == "bf16-mixed"
+        probing.append(Probing(windows, every=every_probe, autocast=bf16))
+    # Stop and Probing before Pace, which saves when a stop has been asked for, and after what the record is to hold by then
+    trainer = _trainer(parts.device, scalars, [Stop(parts.signals), *probing, pace, show], bar=isinstance(show, Bar))
     return trainer, task
 
 

@@ -43,6 +43,10 @@ class Task(pl.LightningModule):
         schedule = LambdaLR(self._optimizer, lambda done: self._schedule.factor(done + 1, self.steps))
         return {"optimizer": self._optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
+    def optimizer_zero_grad(self, *_: Any, **__: Any) -> None:
+        """Of every parameter, those too that the optimizer does not move: theirs would add up from step to step."""
+        self.model.zero_grad()
+
     def training_step(self, windows: Tensor, index: int) -> Tensor:
         loss = next_token_loss(self.model, windows)
         # every micro-batch has as many tokens, so the mean of means is the mean over tokens

@@ -76,3 +76,10 @@ def test_the_reordered_norm_needs_qk_norm_where_it_is_deep():
     assert not check({"placement": "out"}, 12, qk_norm="none")
     assert not check({"placement": "sandwich"}, 48, qk_norm="none")
     assert not check({"placement": "out", "init": "normal"}, 48, qk_norm="none")  # 0.02 is 0.16 / sqrt(64)
+
+
+def test_deepnorm_is_judged_by_its_alpha():
+    names = {"norm": "rmsnorm", "placement": "pre", "residual": "deepnorm"}
+    assert check(names, 12, "residual.alpha=1") == []
+    (line,) = check(names, 12, "residual.alpha=2")
+    assert "alpha = 2 at each of 24 branches" in line and "10^7.2 in all" in line  # 24 log10(2)

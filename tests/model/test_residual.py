@@ -76,3 +76,19 @@ def test_learned_scalars_are_parameters_of_each_branch():
     assert len(scalars) == 2 * 2 * 2
     assert {value for name, value in scalars if name.endswith("alpha")} == {2.0}
     assert learned_scalars(Site("ffn", 1, 1), 4).gains == {} == standard(Site("ffn", 1, 1), 4).gains
+
+
+@pytest.mark.parametrize(
+    "knobs, alpha, gain",
+    [({"beta": 1}, 2.0, 1.0), ({"alpha": 1}, 1.0, 64**-0.25), ({"alpha": 3.0, "beta": 0.5}, 3.0, 0.5)],
+)
+def test_a_number_takes_the_place_of_deepnorm_s_formula(knobs: dict[str, float], alpha: float, gain: float):
+    residual = deepnorm(Site("ffn", 1, 8), 16, **knobs)
+    assert residual.alpha == pytest.approx(alpha) and isinstance(residual.alpha, float)
+    assert residual.gains == {"carry": pytest.approx(gain), "write": pytest.approx(gain)}
+
+
+@pytest.mark.parametrize("knob", ["alpha", "beta"])
+def test_a_constant_that_is_no_scale_is_refused(knob: str):
+    with pytest.raises(ValueError, match=rf"residual\.{knob} must be > 0, or null for the paper's, found 0"):
+        network("residual=deepnorm", f"residual.{knob}=0", "placement=post")

@@ -128,3 +128,19 @@ def test_the_bounds_hold_for_the_network_itself(words: list[str]):
     low, high = found.stream
     assert (squares.mean(0) >= low - 4 * error - 1e-5).all()
     assert (squares.mean(0) <= high + 4 * error + 1e-5).all()
+
+
+def test_the_ablations_of_deepnorm_s_constants():
+    """At N = 12 and square matrices: 2N (1 + 1) / alpha^2 for alpha alone, 2N 2 beta^2 for beta alone."""
+    words = ["placement=post", "residual=deepnorm"]
+    assert predicted(*words).update == pytest.approx(1)
+    assert predicted(*words, "residual.beta=1").update == pytest.approx(48 / sqrt(24))
+    assert predicted(*words, "residual.alpha=1").update == pytest.approx(48 / sqrt(96))
+
+
+def test_centring_takes_its_share_of_the_predicted_stream():
+    for words in (["position=rotary"], ["position=learned"]):
+        whole, centred = predicted(*words), predicted(*words, "init.centred=true")
+        assert whole.stream and centred.stream
+        for a, b in zip(whole.stream, centred.stream, strict=True):
+            assert b == pytest.approx(a * 15 / 16)

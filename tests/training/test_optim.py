@@ -7,7 +7,7 @@ from torch import nn
 from conf.help import choices
 from model.inventory import inventory
 from tests.conftest import network
-from training.optim import adamw
+from training.optim import adamw, sgd
 
 EXTRAS = ["placement=peri", "model.qk_norm=full", "model.bias=true", "position=learned", "residual=learned_scalars"]
 
@@ -94,3 +94,52 @@ def test_a_step_that_is_not_finite_is_skipped_on_the_device():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert not any(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+MOVED = ("q", "k", "v", "o", "up", "gate", "down")
+
+
+def filled(model, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+def test_update_blocks_moves_their_matrices_alone(make):
+    """With decay on everything that can decay."""
+    model = network("norm=layernorm", "ffn=swiglu", *EXTRAS)
+    optimizer = make(model, lr=0.1, weight_decay=0.1, norm_decay=0.1, update="blocks")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    filled(model, 0.5)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        moves = name.startswith("blocks.") and name.endswith(tuple(f".{matrix}.weight" for matrix in MOVED))
+        assert torch.equal(parameter, before[name]) != moves, name
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_by_hand(momentum: float):
+    """A skipped first step, then two: b = g, then mu g + g. In float32 theta = 1 rounds by 6e-8 a step."""
+    model = network("model.depth=1")
+    optimizer = sgd(model, lr=0.25, momentum=momentum, weight_decay=0.0)
+    gain = model.head.norm.gain
+    filled(model, torch.nan)
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert gain.tolist() == [1.0] * 16
+    optimizer.found_inf = torch.zeros(())
+    for total in (1.0, 2.0 + momentum):
+        filled(model, 0.5)
+        optimizer.step()
+        assert gain.tolist() == pytest.approx([1 - 0.25 * 0.5 * total] * 16, abs=2e-7)
+
+
+def test_sgd_decays_what_adamw_does():
+    model = network("norm=layernorm", *EXTRAS)
+    optimizer = sgd(model, lr=0.5, weight_decay=0.2, norm_decay=0.1)
+    before = {entry.name: entry.parameter.detach().clone() for entry in inventory(model)}
+    filled(model, 0.0)
+    optimizer.step()
+    for entry in inventory(model):
+        kept = {"matrix": 0.9, "norm": 0.95}.get(entry.kind, 1.0)
+        assert torch.allclose(entry.parameter, kept * before[entry.name], rtol=1e-6), entry.name

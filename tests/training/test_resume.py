@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from conf import resume
+from scripts import generate
 from tests.training.test_run import Kick, poisoned, steps
 from training import run as run_module
 from training.schedule import WSD, Constant, Cosine
@@ -107,6 +108,24 @@ def test_force_takes_other_settings_and_they_act(run, monkeypatch):
     assert "resume_force: false" in (summary["directory"] / "config.yaml").read_text()
 
 
+@pytest.mark.parametrize("word", ["optimizer=sgd", "optimizer.update=blocks"])
+def test_force_cannot_give_an_optimizer_another_s_state(run, monkeypatch, word: str):
+    summary = broken_off(run, monkeypatch, 2, "steps=4")
+    with pytest.raises(
+        ValueError, match=rf"{word.partition('=')[0]}.* differ .* what the optimizer keeps: leave them out"
+    ):
+        go_on(run, summary, "steps=4", word, "resume_force=true")
+
+
+def test_frozen_parameters_have_each_step_s_gradient(run):
+    """At a rate that moves nothing: their gradient is that of the step, not of all the steps so far."""
+    words = ["steps=3", "log_every=1", "optimizer=sgd", "optimizer.lr=1e-12", "clip=0"]
+    everything, blocks = (run(*words, f"optimizer.update={update}")[0] for update in ("all", "blocks"))
+    for a, b in zip(steps(everything), steps(blocks), strict=True):
+        for part in ("embed", "head", "total"):
+            assert b["grad_norm"][part] == pytest.approx(a["grad_norm"][part], rel=1e-5)
+
+
 def test_force_cannot_put_weights_into_another_network(run, capsys):
     _, summary = run("steps=2")
     (summary["directory"] / "summary.json").unlink()
@@ -119,6 +138,7 @@ def test_what_is_only_watched_may_change(run, monkeypatch):
     unbroken, _ = run("steps=12")
     summary = broken_off(run, monkeypatch, 5, "steps=12")
     words = ["log_every=3", "save_every=5", "val_every=4", "name=other", "workers=1", "patience=5"]
+    words += ["picture=false", "probe_every=4"]
     resumed, again = go_on(run, summary, "steps=12", *words)
     assert [r["loss"] for r in steps(resumed)] == [r["loss"] for r in steps(unbroken)]
     assert [r["step"] for r in resumed if "val_loss" in r] == [0, 8, 12]
@@ -228,6 +248,34 @@ def test_too_little_space_is_said_before_the_first_step(run, monkeypatch, tmp_pa
     assert not (tmp_path / "small").exists()
 
 
+def test_a_run_that_keeps_nothing_needs_no_room_for_it(run, monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100_000))
+    run("steps=60", "save_every=0")  # 43 kB of records
+    with pytest.raises(ValueError, match=r"0.1 MB free, 0.3 MB needed for records: make room"):
+        run("steps=60", "save_every=0", "probe_every=1", "log_every=1", "model.depth=7")
+
+
+def test_a_run_without_checkpoints_starts_anew(run, monkeypatch, capsys):
+    words = ["steps=12", "save_every=0", "val_every=0", "picture=false", "log_every=1", "model.dropout=0.1"]
+    unbroken, _ = run(*words)
+    assert [record["step"] for record in unbroken if "val_loss" in record] == [0, 12]
+    summary = broken_off(run, monkeypatch, 5, *words)
+    assert summary["reason"] == "SIGTERM after step 5 of 12"
+    where = summary["directory"]
+    capsys.readouterr()
+    resumed, again = go_on(run, summary, *words)
+    said = capsys.readouterr().out
+    assert f"{where} holds no checkpoint: the run starts again from step 0" in said
+    assert f"record: {where}" in said and "picture" not in said
+    assert resumed == unbroken and again["steps_done"] == 12
+    assert not (where / "checkpoints").exists() and not (where / "report.png").exists()
+    assert generate.main([str(where)]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"generate.py: {where}: no weights to sample from: the run kept none (save_every=0)\n"
+    )
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -235,6 +283,8 @@ def test_too_little_space_is_said_before_the_first_step(run, monkeypatch, tmp_pa
         ["precision=bf16-mixed"],
         ["norm=batchnorm", "allow_unstable=true"],
         ["model.tied=true", "tokenizer=bpe", "tokenizer.vocab=300"],
+        ["optimizer.update=blocks"],
+        ["optimizer=sgd", "optimizer.momentum=0.9", "optimizer.update=blocks"],
     ],
 )
 def test_a_resume_is_exact_in_every_precision_and_with_running_statistics(run, monkeypatch, words):
