@@ -5,7 +5,7 @@ Nothing here imports torch or a plotting library, so that a notebook, the report
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,10 @@ class Run:
     `layer_step`, `embed`, `head` one per step on which every layer was measured, and `layers[part]` has the shape
     (len(layer_step), depth): row i is `layer_step[i]`, column j is layer j + 1. `layers["block"]` is the gradient norm
     of the block as a whole. `skipped` is true where the gradient was not finite and the step not taken.
+
+    `probe_step` has one entry per probe line, 0 being the one before the first step. `probe[key]` has the shape
+    (len(probe_step), places) where the key is measured in several (N + 1 places of the stream, else N blocks), and
+    (len(probe_step),) where it is one number; nan where a line lacks it.
     """
 
     directory: Path
@@ -112,6 +116,8 @@ class Run:
     layers: dict[str, Array]
     embed: Array
     head: Array
+    probe_step: NDArray[np.int64]
+    probe: dict[str, Array]
     notes: tuple[str, ...]
 
     @property
@@ -148,6 +154,7 @@ def read(directory: str | Path) -> Run:
 
     steps = _by_step(record for record in records if "loss" in record)
     validations = _by_step(record for record in records if "val_loss" in record)
+    probes = _by_step(record for record in records if "probe" in record)
     measured = [record for record in steps if any(isinstance(part, list) for part in _norms(record).values())]
     return Run(
         directory=directory,
@@ -165,6 +172,8 @@ def read(directory: str | Path) -> Run:
         layers=_layers(measured, directory),
         embed=_numbers(_norms(record).get("embed") for record in measured),
         head=_numbers(_norms(record).get("head") for record in measured),
+        probe_step=_step(probes),
+        probe=_probe([record["probe"] for record in probes], directory),
         notes=tuple(notes),
     )
 
@@ -184,6 +193,9 @@ def lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 _numbers(record.get(key) for key in ("loss", "val_loss", "lr", "clip_coefficient"))
                 if not isinstance(_norms(record), dict):
                     raise TypeError("grad_norm is no mapping")
+                for value in record.get("probe", {}).values():
+                    if _numbers(value if isinstance(value, list) else [value]).ndim != 1:
+                        raise TypeError("a probe holds numbers and lists of them")
             except (ValueError, TypeError, KeyError, AttributeError):
                 notes.append(f"line {number} of {path.name} is cut short or no record: dropped")
             else:
@@ -225,7 +237,7 @@ def _step(records: list[dict[str, Any]]) -> NDArray[np.int64]:
     return np.array([record["step"] for record in records], dtype=np.int64)
 
 
-def _numbers(values: Iterator[Any]) -> Array:
+def _numbers(values: Iterable[Any]) -> Array:
     return np.array([math.nan if value is None else value for value in values], dtype=np.float64)
 
 
@@ -240,6 +252,21 @@ def _layers(records: list[dict[str, Any]], directory: Path) -> dict[str, Array]:
     squares = [layers[part] ** 2 for part in BLOCK_PARTS if part in layers]
     layers["block"] = np.sqrt(sum(squares)) if squares else np.full((len(records), depth), math.nan)
     return layers
+
+
+def _probe(probes: Sequence[dict[str, Any]], directory: Path) -> dict[str, Array]:
+    arrays: dict[str, Array] = {}
+    for key in dict.fromkeys(key for probe in probes for key in probe):
+        values = [probe.get(key) for probe in probes]
+        places = {len(value) for value in values if isinstance(value, list)}
+        if len(places) > 1:
+            raise ValueError(
+                f"{directory}/metrics.jsonl mixes runs of different depths: {key} has {sorted(places)} places"
+            )
+        absent = [None] * places.pop() if places else None
+        rows = [value if isinstance(value, list) == isinstance(absent, list) else absent for value in values]
+        arrays[key] = np.array(rows, dtype=np.float64)
+    return arrays
 
 
 # ------------------------------------------------------------------------------------------------------- many, told apart

@@ -5,6 +5,7 @@ import netrc
 import os
 import secrets
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import urlparse
@@ -16,6 +17,16 @@ from stability.records import block_norms
 Mode = Literal["auto", "offline", "online", "disabled"]
 PATIENCE = 8  # seconds for a server that does not answer
 MOST_LAYERS, MOST_PARTED = 128, 32  # thousands of charts freeze the page; metrics.jsonl is always complete
+# what a probe line comes to: its largest or smallest over the layers, its last, or the number itself
+PROBE: dict[str, Callable[[Any], Any]] = {"loss": float, "model_update": float}
+PROBE |= {
+    "logit_max": np.max,
+    "update_ratio": np.max,
+    "gain_max": np.max,
+    "attention_entropy": np.min,
+    "gain_min": np.min,
+}
+PROBE |= {"stream_rms": itemgetter(-1), "token_cosine": itemgetter(-1)}
 
 
 class Log(Protocol):
@@ -102,9 +113,14 @@ class WandbLog:
 def flat(record: dict[str, Any]) -> dict[str, float]:
     """A record under W&B's keys: `loss/train`, `loss/val`, `grad_norm/total`, `grad_norm/layer_0001` and on, layers
     counted from 1 and zero-padded so that they sort; all up to 128 layers, 128 evenly spaced ones beyond; with
-    `/attention` and `/ffn` below each up to 32."""
+    `/attention` and `/ffn` below each up to 32.
+
+    Of a probe line a number each: loss, model_update, and over the layers the largest logit_max, update_ratio and gain_max,
+    the smallest attention_entropy and gain_min, and stream_rms and token_cosine after the last."""
     names = {"loss": "loss/train", "val_loss": "loss/val", "lr": "lr", "clip_coefficient": "clip_coefficient"}
     out = {names[key]: record[key] for key in names if key in record} | {"tokens": record["tokens"]}
+    probe = record.get("probe", {})
+    out |= {f"probe/{key}": float(PROBE[key](probe[key])) for key in PROBE if key in probe}
     norms = record.get("grad_norm", {})
     out |= {f"grad_norm/{key}": norms[key] for key in ("total", "embed", "head") if key in norms}
     if "attention" in norms:

@@ -144,3 +144,50 @@ def test_labels_say_all_that_differs_and_nothing_else(tmp_path: Path) -> None:
 def test_reading_needs_neither_torch_nor_matplotlib() -> None:
     code = "import sys, stability.records; assert not {'torch', 'matplotlib', 'lightning'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def probe_line(step: int, **seen: Any) -> dict[str, Any]:
+    return {"step": step, "tokens": step, "probe": seen}
+
+
+def test_a_probe_names_its_places() -> None:
+    """The stream's begin with the embedding, 0; the others are layers."""
+    seen = {"loss": math.nan, "stream_rms": [math.inf, 1.0, math.nan], "ffn_rms": np.array([1.0, math.inf])}
+    record = json.loads(metrics_line(probe_line(3, **seen)))
+    assert record["nonfinite"] == ["probe.loss", "probe.stream_rms[0]", "probe.stream_rms[2]", "probe.ffn_rms[2]"]
+    assert record["probe"] == {"loss": None, "stream_rms": [None, 1.0, None], "ffn_rms": [1.0, None]}
+
+
+def test_probes_are_read_as_arrays(tmp_path: Path) -> None:
+    lines = [probe_line(0, loss=5.0, stream_rms=[1.0, math.inf], gain=[2.0]), line(1), line(2)]
+    lines += [probe_line(2, loss=4.0, stream_rms=[3.0, 4.0], update_ratio=[0.5], model_update=0.1)]
+    lines += [probe_line(2, loss=3.0, stream_rms=[5.0, 6.0], update_ratio=[0.25], model_update=0.2)]
+    run = read(write(tmp_path / "run", lines))
+    assert run.step.tolist() == [1, 2] and run.probe_step.tolist() == [0, 2] and run.layer_step.size == 0
+    np.testing.assert_equal(run.probe["loss"], [5.0, 3.0])
+    np.testing.assert_equal(run.probe["stream_rms"], [[1.0, math.nan], [5.0, 6.0]])
+    np.testing.assert_equal(run.probe["gain"], [[2.0], [math.nan]])
+    np.testing.assert_equal(run.probe["update_ratio"], [[math.nan], [0.25]])
+    np.testing.assert_equal(run.probe["model_update"], [math.nan, 0.2])
+
+
+@pytest.mark.parametrize(
+    "seen", [[1.0], "x", None, {"loss": "x"}, {"ffn_rms": [1.0, "x"]}, {"ffn_rms": [[1.0]]}, {"a": {}}]
+)
+def test_a_damaged_probe_is_dropped(tmp_path: Path, seen: Any) -> None:
+    directory = write(tmp_path / "run", [probe_line(0, ffn_rms=[1.0, 2.0])])
+    with (directory / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "probe": seen}) + "\n")
+    run = read(directory)
+    assert run.probe_step.tolist() == [0] and run.probe["ffn_rms"].tolist() == [[1.0, 2.0]]
+    assert "line 2 of metrics.jsonl is cut short or no record: dropped" in run.notes
+
+
+def test_a_number_where_others_have_a_list_is_not_known(tmp_path: Path) -> None:
+    run = read(write(tmp_path / "run", [probe_line(0, ffn_rms=[1.0, 2.0]), probe_line(1, ffn_rms=7.0)]))
+    np.testing.assert_equal(run.probe["ffn_rms"], [[1.0, 2.0], [math.nan, math.nan]])
+
+
+def test_probes_of_two_depths_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"different depths: ffn_rms has \[1, 2\] places"):
+        read(write(tmp_path / "run", [probe_line(0, ffn_rms=[1.0]), probe_line(1, ffn_rms=[1.0, 2.0])]))

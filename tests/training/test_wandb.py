@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import wandb
 from lightning.pytorch.callbacks import Callback
@@ -22,7 +23,7 @@ from lightning.pytorch.callbacks import Callback
 from tests.conftest import SMALL
 from tests.conftest import environment as environment_of
 from training import run as run_module
-from training.wandb import WandbLog, _logged_in, flat
+from training.wandb import PROBE, WandbLog, _logged_in, flat
 
 
 def record(depth: int) -> dict:
@@ -58,6 +59,18 @@ def test_a_step_without_arrays_and_a_validation():
         "loss/train": 1.0, "lr": 0.1, "tokens": 20, "grad_norm/total": 1.0,
     }  # fmt: skip
     assert flat({"step": 2, "tokens": 20, "val_loss": 1.0}) == {"loss/val": 1.0, "tokens": 20}
+
+
+def test_a_probe_is_a_few_charts_whatever_the_depth():
+    """The worst of the layers, or the last place of the stream."""
+    places = {name: np.array([1.0, 5.0, 3.0]) for name in PROBE if name not in ("loss", "model_update")}
+    others = {"ffn_rms": np.ones(2), "stream_grad_norm": np.ones(3), "future_leak": 0.0}
+    seen = {"loss": 4.0, "model_update": 0.5} | places | others
+    assert flat({"step": 2, "tokens": 20, "probe": seen}) == {
+        "tokens": 20, "probe/loss": 4.0, "probe/model_update": 0.5, "probe/logit_max": 5.0, "probe/update_ratio": 5.0,
+        "probe/gain_max": 5.0, "probe/gain_min": 1.0, "probe/attention_entropy": 1.0, "probe/stream_rms": 3.0,
+        "probe/token_cosine": 3.0,
+    }  # fmt: skip
 
 
 def test_online_only_where_a_key_is_at_hand(tmp_path, monkeypatch):
