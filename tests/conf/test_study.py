@@ -1,7 +1,6 @@
 """What a study's file becomes: its runs, their words and their names; and that its arms differ in what they name alone."""
 
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,11 @@ from omegaconf import DictConfig
 import train
 from conf.check import check
 from conf.help import CONF, choices
-from conf.schema import AXES
 from conf.study import Job, Study
 from data.windows import Windows
-from model.init import std_of
 from model.linear import Linear
 from stability.claims import parse
+from tests.conftest import config
 
 STUDIES = choices("study")
 
@@ -56,9 +54,7 @@ def test_every_run_of_a_study_is_one_that_train_would_start(name: str, scale: st
     for job in all_jobs:
         if job.arm in seen and name != "lr_sensitivity":
             continue
-        cfg = composed(*job.words)
-        axes = {axis: str(cfg.hydra.runtime.choices.get(axis)) for axis in AXES}
-        del cfg["hydra"]
+        cfg, axes = config(*job.words)
         train.check_whole(check(cfg), axes)
         seen.add(job.arm)
     assert seen == set(found.arms)
@@ -73,40 +69,41 @@ def test_a_study_has_both_sizes_and_says_what_it_costs(name: str):
     assert found.claims and "Expected" in text
 
 
+def matrices_of(plain: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Each initial matrix of a network of 3 layers, over the factor that the residual method puts on it."""
+    model = train.network(plain, train.choices_of(plain), vocab=19)
+    gains = {f"{name}.weight": module.gain for name, module in model.named_modules() if isinstance(module, Linear)}
+    return {name: p.detach() / gains.get(name, 1) for name, p in model.named_parameters() if p.ndim > 1}
+
+
+def hash_of(*tensors: torch.Tensor) -> str:
+    return sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_arms_start_from_the_same_matrices_and_see_the_same_windows(name: str):
-    """By their hashes: whatever matrix two arms have in common is drawn alike, up to the factor that the method itself
-    puts on it; and the windows of every step are the same."""
+    """By their hashes; a matrix that a method scales is rounded otherwise, and compared by its numbers to float32's digits. An
+    arm that says `init` itself is one whose matrices are to differ."""
     found, all_jobs = shipped(name, "laptop")
     first = [job for job in all_jobs if job.params == all_jobs[0].params]
     assert [job.arm for job in first] == list(found.arms)
-    drawn: dict[str, dict[str, str]] = {}
-    seen = set()
+    windows, drawn = set(), {}
     for job in first:
-        cfg = composed(*job.words, "model.depth=3")
-        del cfg["hydra"]
-        plain = check(cfg)
-        model = train.network(plain, train.choices_of(plain), vocab=19)
-        matrices = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Linear)}
-        for parameter_name, parameter in model.named_parameters():
-            if parameter.ndim < 2:
-                continue
-            linear = matrices.get(parameter_name)
-            std = std_of(linear, model_init(plain)) if linear else float(parameter.std())
-            digits = torch.round(parameter.detach() / std, decimals=4) + 0.0  # -0 and 0 are the same number
-            drawn.setdefault(parameter_name, {})[job.arm] = sha256(digits.numpy().tobytes()).hexdigest()
+        plain = check(config(*job.words, "model.depth=3")[0])
         order = {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
-        windows = Windows(torch.arange(5000) % 19, context=plain["model"]["context"], **order)
-        items = min(4, plain["steps"] * plain["accumulate"])
-        seen.add(sha256(b"".join(windows[i].numpy().tobytes() for i in range(items))).hexdigest())
-    assert len(seen) == 1
-    shared = {key: hashes for key, hashes in drawn.items() if len(hashes) > 1}
-    assert len(shared) >= 3 * 6 + 2
-    assert [key for key, hashes in shared.items() if len(set(hashes.values())) > 1] == []
-
-
-def model_init(plain: dict[str, Any]) -> Any:
-    return train.choices_of(plain).init
+        seen = Windows(torch.arange(5000) % 19, context=plain["model"]["context"], **order)
+        windows.add(hash_of(*(seen[i] for i in range(min(4, plain["steps"] * plain["accumulate"])))))
+        if not any(word.startswith("init") for word in found.arms[job.arm]):
+            drawn[job.arm] = matrices_of(plain)
+    assert len(windows) == 1
+    base = drawn[first[0].arm]
+    assert len(drawn) >= 2 and len(base) == 3 * 6 + 3
+    for arm, matrices in drawn.items():
+        assert matrices.keys() == base.keys(), arm
+        for key, matrix in matrices.items():
+            assert hash_of(matrix) == hash_of(base[key]) or torch.allclose(matrix, base[key], rtol=1e-6), (arm, key)
+        unscaled = [key for key in base if key.rpartition(".")[0].endswith((".q", ".k"))] + ["embed.token"]
+        assert len(unscaled) == 7 and all(hash_of(matrices[key]) == hash_of(base[key]) for key in unscaled), arm
 
 
 def test_jobs_are_arms_crossed_with_params():
@@ -129,7 +126,7 @@ def test_the_command_line_narrows_params_and_sets_the_rest():
 def test_values_keep_their_type_and_names_stay_file_names():
     one = study(params={"model.tied": [True], "data.note": ["a/b c"], "optimizer.lr": [1e-3]})
     (job, _) = jobs(one)
-    assert job.words[:3] == ["model.tied=true", "data.note='a/b c'", "optimizer.lr=0.001"]
+    assert job.words[:3] == ["model.tied=True", "data.note='a/b c'", "optimizer.lr=0.001"]
     assert job.name == "a_tied=True_note=a-b-c_lr=0.001" and "/" not in job.name
 
 
@@ -152,8 +149,6 @@ def test_what_does_not_fit_is_one_line(own: dict[str, Any], typed: list[str], sa
     assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 
-def test_a_study_is_no_run(tmp_path: Path):
-    cfg = composed("study=warmup")
-    del cfg["hydra"]
+def test_a_study_is_no_run():
     with pytest.raises(ValueError, match="a study is a sweep"):
-        check(cfg)
+        check(config("study=warmup")[0])
