@@ -1,5 +1,6 @@
 """What a sweep was asked for: its directory and the overrides of each of its jobs, known before the first one starts."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,9 +36,10 @@ class Remember(Callback):
         parsed = OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task])
         directory = Path(config.hydra.sweep.dir)
         if config.study is not None:
-            study = Study.of(config)
-            points = study.jobs(parsed)
-            Remember.sweep = Sweep(directory, [job.words for job in points], study, points)
+            with suppress(ValueError):  # Hydra makes a warning of what a callback raises: the sweeper says it
+                study = Study.of(config)
+                points = study.jobs(parsed)
+                Remember.sweep = Sweep(directory, [job.words for job in points], study, points)
             return
         if hasattr(sweeper, "split_arguments"):  # Hydra's basic sweeper, and what inherits from it
             (jobs,) = sweeper.split_arguments(parsed, max_batch_size=None)

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from stability.deep_panels import extremes_panel, stream_panel
 from stability.panel import (
     BLACK,
     BLUE,
@@ -42,10 +43,12 @@ COLUMNS = 800  # logged steps in a heat map: more than it has pixels for only ma
 
 
 def draw_run(run: Run, path: str | Path) -> None:
-    """Draw one run to `path` (PNG): loss, total gradient norm, layer by step, and layer profile."""
+    """Draw one run to `path` (PNG): loss, total gradient norm, layer by step, and layer profile; where it has probe lines,
+    the stream by layer and the extremes of attention and updates."""
     text = _heading_lines(run)
-    figure = page(13, 10.5)
-    grid = figure.add_gridspec(3, 2, height_ratios=[0.75 + 0.2 * len(text), 4.6, 4.6])
+    rows = 3 if len(run.probe_step) else 2
+    figure = page(13, 1.3 + 4.6 * rows)
+    grid = figure.add_gridspec(1 + rows, 2, height_ratios=[0.75 + 0.2 * len(text), *[4.6] * rows])
     _heading(figure.add_subplot(grid[0, :]), run, text)
     _loss_panel(figure.add_subplot(grid[1, 0]), run)
     _norm_panel(figure.add_subplot(grid[1, 1]), run)
@@ -53,6 +56,9 @@ def draw_run(run: Run, path: str | Path) -> None:
     mesh = _heat_map(heat, run, _colour_scale([run]), "Gradient norm of each block")
     _colour_bar(figure, mesh, [heat])
     _profile_panel(figure.add_subplot(grid[2, 1]), run)
+    if rows == 3:
+        stream_panel(figure.add_subplot(grid[3, 0]), run)
+        extremes_panel(figure.add_subplot(grid[3, 1]), run)
     save(figure, path)
 
 

@@ -40,9 +40,21 @@ def test_a_layer_imports_only_what_it_may(path: Path):
     assert not (wrong := found & banned), f"{layer}/ may not import {sorted(wrong)}"
 
 
-@pytest.mark.parametrize(
-    "name", ["records", "panel", "report", "probe", "probe_report", "verdict", "claims", "judging", "observables"]
-)
+READERS = [
+    "records",
+    "panel",
+    "report",
+    "deep_panels",
+    "probe",
+    "probe_report",
+    "verdict",
+    "claims",
+    "judging",
+    "observables",
+]
+
+
+@pytest.mark.parametrize("name", [*READERS, "study"])
 def test_reading_a_run_needs_no_torch(name: str):
     assert "torch" not in imports(ROOT / "stability" / f"{name}.py")
 

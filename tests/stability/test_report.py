@@ -299,3 +299,59 @@ def test_command_draws_lists_and_refuses(tmp_path: Path) -> None:
         wrong = command(*arguments, cwd=tmp_path)
         assert wrong.returncode == 2 and wrong.stdout == ""
         assert sentence in wrong.stderr and wrong.stderr.count("\n") == 1
+
+
+STREAM, EXTREMES = (
+    "Stream against depth, on the fixed probe batch",
+    "Attention logits and updates, the largest over the layers",
+)
+
+
+def probed(tmp_path: Path, drawn: list[Figure], kind: str, probes: dict[int, dict[str, Any]]) -> dict[str, Axes]:
+    """The panels of a run of this kind with probe lines, by step."""
+    directory = write_run(tmp_path / kind, kind)
+    with (directory / "metrics.jsonl").open("a") as file:
+        for step, seen in probes.items():
+            file.write(metrics_line({"step": step, "probe": seen}) + "\n")
+    report.draw_run(read(directory), tmp_path / "one.png")
+    return panels(drawn[-1])
+
+
+def test_a_run_without_probes_has_no_panels_for_them(tmp_path: Path, drawn: list[Figure]) -> None:
+    _, shown = draw(tmp_path, drawn, "stable")
+    assert not {STREAM, EXTREMES} & shown.keys()
+
+
+def test_the_probes_panels_show_the_record(tmp_path: Path, drawn: list[Figure]) -> None:
+    probes: dict[int, dict[str, Any]] = {
+        step: {"stream_rms": [1.0 + step, 2.0, math.nan], "logit_max": [3.0, 4.0 + step], "update_ratio": [0.5, 0.1]}
+        for step in (0, 100, 200, 300)
+    }
+    del probes[0]["update_ratio"]
+    probes[200]["logit_max"] = [3.0, math.inf]
+    shown = probed(tmp_path, drawn, "stable", probes)
+    assert legend(shown[STREAM]) == ["step 0 (first probe)", "step 200 (middle probe)", "step 300 (last probe)"]
+    np.testing.assert_equal(curve(shown[STREAM], "step 200 (middle probe)").get_ydata(), [201.0, 2.0, math.nan])
+    assert shown[STREAM].get_yscale() == "log"
+    np.testing.assert_equal(shown[EXTREMES].lines[0].get_ydata(), [4.0, 104.0, math.nan, 304.0])
+    (other,) = (panel for panel in drawn[-1].axes if panel.get_ylabel() == "largest |update| / |weight| of a block")
+    assert shown[EXTREMES].get_ylabel() == "largest attention logit"
+    np.testing.assert_equal(other.lines[0].get_xdata(), [0, 100, 200, 300])
+    np.testing.assert_equal(other.lines[0].get_ydata(), [math.nan, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    "seen", [{}, {"stream_rms": [math.nan] * 2, "logit_max": [math.nan]}, {"logit_max": 3.0, "stream_rms": []}]
+)
+def test_a_probe_with_nothing_to_draw_is_drawn(tmp_path: Path, drawn: list[Figure], seen: dict[str, Any]) -> None:
+    shown = probed(tmp_path, drawn, "single", {0: seen})
+    assert {STREAM, EXTREMES} <= shown.keys() and legend(shown[STREAM]) == []
+    drawn[-1].draw_without_rendering()
+
+
+def test_a_probe_of_one_step_is_seen(tmp_path: Path, drawn: list[Figure]) -> None:
+    shown = probed(
+        tmp_path, drawn, "single", {1: {"stream_rms": [1.0, 2.0], "logit_max": [3.0], "update_ratio": [0.1]}}
+    )
+    assert shown[EXTREMES].lines[0].get_marker() == "o"
+    drawn[-1].draw_without_rendering()
