@@ -259,7 +259,8 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
         print(f"  {jobs.told(summary)}", flush=True)
     if sweep:
         sweep.ran[number] = directory, summary
-    gc.collect()  # a trainer refers to itself: the next job may need its memory
+    with Signals():  # noted here, and found by the next job: what is raised in a destructor is lost
+        gc.collect()  # a trainer refers to itself: the next job may need its memory
     if code > 128:
         sys.exit(code)
     return PENALTY if code or summary["final_loss"] is None else float(summary["final_loss"])

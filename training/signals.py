@@ -28,7 +28,8 @@ class Signals:
     signal ends the process, whatever it is at: a thread counts them as they come, since Python itself looks only between
     two instructions, and a backward pass is one.
 
-    On the way out the handlers that were there before come back. In a thread other than the main one, which Python lets
+    On the way out the handlers that were there before come back. Where one context stands in another they know of each
+    other's signal, so that none is lost between two jobs of a sweep. In a thread other than the main one, which Python lets
     no handler be set from, nothing happens.
     """
 
@@ -36,12 +37,16 @@ class Signals:
         self.received: int | None = None
         self._at_once = False
         self._found: dict[int, Any] = {}
+        self._outer: Signals | None = None
 
     def __enter__(self) -> "Signals":
         # Slurm sends SIGUSR1 some time before the limit where it is asked to (--signal=USR1@90)
         numbers = [signal.SIGINT, signal.SIGTERM] + [REQUEUE] * ("SLURM_JOB_ID" in os.environ)
         if threading.current_thread() is threading.main_thread():
             self._found = {number: signal.getsignal(number) for number in numbers}
+            outer = getattr(self._found[signal.SIGTERM], "__self__", None)
+            if isinstance(outer, Signals):
+                self._outer, self.received = outer, outer.received
             self.install()
             self._counted, self._arriving = os.pipe()
             os.set_blocking(self._arriving, False)
@@ -55,6 +60,8 @@ class Signals:
             os.close(self._arriving)  # the thread ends
         for number, handler in self._found.items():
             signal.signal(number, handler)
+        if self._outer:
+            self._outer.received = self._outer.received or self.received
 
     def _count(self) -> None:
         seen = 0

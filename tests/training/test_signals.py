@@ -69,6 +69,15 @@ def test_one_whose_exception_got_lost_is_found_at_the_end_of_the_block():
         os.kill(os.getpid(), signal.SIGINT)
 
 
+def test_contexts_one_in_another_know_of_each_others_signal():
+    with Signals() as outer:
+        with Signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert outer.received == signal.SIGTERM
+        with Signals() as following, pytest.raises(Interrupted, match="SIGTERM"):
+            following.check()
+
+
 def test_slurms_warning_counts_under_slurm_alone(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     before = signal.getsignal(signal.SIGUSR1)
