@@ -44,7 +44,8 @@ class Study(BaseModel):
     """What a file in `conf/study` may say. A job's words are, the later winning: those of `base`, `common[scale]`, `words`,
     `scales[scale].words`, one value of each of the params, the arm's, the command line's.
 
-    `draw`: of the runs those that the picture shows, as param -> value or values, `arm` among them.
+    `only`: arm -> param -> the values that it is run at, where those are fewer than the study's. `draw`: of the runs those
+    that the picture shows, as param -> value or values, `arm` among them.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -56,6 +57,7 @@ class Study(BaseModel):
     scales: dict[str, Scale] = Field(min_length=1)
     base: Words = []
     common: dict[str, Words] = {}
+    only: dict[str, dict[str, list[Value]]] = {}
     claims: dict[str, Any] = {}
     draw: dict[str, Any] = {}
 
@@ -73,6 +75,14 @@ class Study(BaseModel):
             raise ValueError(f"{key}: {first['msg']}") from None
         if study.scale not in study.scales:
             raise ValueError(f"study.scale={study.scale}: this study knows {', '.join(study.scales)}")
+        params = study.everywhere()
+        named = [("draw", key, ["arm", *params]) for key in study.draw] + [
+            ("only", arm, [*study.arms]) for arm in study.only
+        ]
+        named += [(f"only.{arm}", key, [*params]) for arm, keys in study.only.items() for key in keys]
+        for where, name, known in named:
+            if name not in known:
+                raise ValueError(f"study.{where}.{name} names nothing in this study; {nearest(name, known)}")
         return study
 
     def values(self) -> dict[str, list[Value]]:
@@ -111,6 +121,8 @@ class Study(BaseModel):
             point = dict(zip(params, chosen, strict=True))
             axes = [f"{key}={_text(value)}" for key, value in point.items()]
             for arm, own in self.arms.items():
+                if any(point[key] not in values for key, values in self.only.get(arm, {}).items() if key in point):
+                    continue
                 parsed = [*parser.parse_overrides([*words, *axes, *own]), *last]
                 kept = {o.get_key_element(): f"{o.get_key_element()}={o.get_value_element_as_str()}" for o in parsed}
                 jobs.append(Job(arm, point, list(kept.values())))

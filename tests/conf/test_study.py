@@ -123,6 +123,13 @@ def test_the_command_line_narrows_params_and_sets_the_rest():
     assert {job.params["optimizer.lr"] for job in more} == {1e-3, 1e-2} and len(more) == 16
 
 
+def test_an_arm_may_be_run_at_fewer_points():
+    one = study(params={"seed": [0, 1], "model.depth": [2, 4]}, only={"b": {"model.depth": [4]}})
+    assert [job.name for job in jobs(one)] == [
+        "a_seed=0_depth=2", "a_seed=0_depth=4", "b_seed=0_depth=4", "a_seed=1_depth=2", "a_seed=1_depth=4", "b_seed=1_depth=4"
+    ]  # fmt: skip
+
+
 def test_values_keep_their_type_and_names_stay_file_names():
     one = study(params={"model.tied": [True], "data.note": ["a/b c"], "optimizer.lr": [1e-3]})
     (job, _) = jobs(one)
@@ -138,6 +145,9 @@ def test_values_keep_their_type_and_names_stay_file_names():
         ({"arms": {}}, [], "study.arms: Dictionary should have at least 1 item"),
         ({"arms": {"a": "norm=rmsnorm"}}, [], "study.arms.a: Input should be a valid list"),
         ({"scale": "huge"}, [], "study.scale=huge: this study knows laptop"),
+        ({"draw": {"seeds": 0}, "params": {"seed": [0]}}, [], "study.draw.seeds names nothing in this study; did you mean 'seed'?"),
+        ({"only": {"c": {}}}, [], "study.only.c names nothing in this study; known: a, b"),
+        ({"only": {"a": {"x": [1]}}}, [], "study.only.a.x names nothing in this study"),
         ({}, ["norm=none"], "norm is set by the arms of this study (a, b): leave it out"),
         ({}, ["optimizer.lr=interval(0,1)"], "optimizer.lr=interval(0,1): a study takes lists of values, not intervals"),
         ({"params": {"x": ["a b", "a-b"]}}, [], "two runs of this study have the same name"),
