@@ -7,6 +7,7 @@ What a user can get wrong is answered in one line and exit code 2, before lightn
 """
 
 import gc
+import json
 import os
 import secrets
 import sys
@@ -72,7 +73,11 @@ def text_of(plain: dict[str, Any], corpus: "Corpus") -> tuple["Tokens", "Windows
     from data.windows import Windows
 
     context, order = plain["model"]["context"], {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
-    tokens = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+    texts = Remember.sweep.texts if Remember.sweep else {}
+    wanted = json.dumps([plain["data"], plain["tokenizer"], context])
+    if wanted not in texts:
+        texts[wanted] = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+    tokens: Tokens = texts[wanted]
     return tokens, Windows(tokens.train, context=context, **order)
 
 
@@ -280,7 +285,8 @@ def main() -> None:
 
 def _end(sweep: Sweep, *, whole: bool) -> int:
     """The table that ends a sweep, and where it ran to its end as a `whole`, the claims of a study. The exit code."""
-    verdicts = {row.verdict for row in jobs.end(sweep.directory, sweep.jobs, sweep.ran)}
+    names = [job.name for job in sweep.points]
+    verdicts = {row.verdict for row in jobs.end(sweep.directory, sweep.jobs, sweep.ran, names)}
     if sweep.study is None or not whole:
         return 0 if verdicts <= jobs.DONE else FAILED
     from stability.claims import parse

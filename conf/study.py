@@ -70,8 +70,8 @@ class Study(BaseModel):
             first = error.errors()[0]
             key = ".".join(map(str, ["study", *first["loc"]]))
             if first["type"] == "extra_forbidden":
-                known = Scale.model_fields if "scales" in first["loc"] else cls.model_fields
-                raise ValueError(f"{key} is no key of a study; {nearest(str(first['loc'][-1]), known)}") from None
+                fields = Scale.model_fields if "scales" in first["loc"] else cls.model_fields
+                raise ValueError(f"{key} is no key of a study; {nearest(str(first['loc'][-1]), fields)}") from None
             raise ValueError(f"{key}: {first['msg']}") from None
         if study.scale not in study.scales:
             raise ValueError(f"study.scale={study.scale}: this study knows {', '.join(study.scales)}")

@@ -20,6 +20,7 @@ class Sweep:
 
     directory: Path
     jobs: list[list[str]] | None
+    texts: dict[str, Any] = field(default_factory=dict)  # what its jobs have read: a text is read once
     study: Study | None = None
     points: list[Job] = field(default_factory=list)
     ran: dict[int, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
@@ -39,7 +40,7 @@ class Remember(Callback):
             with suppress(ValueError):  # Hydra makes a warning of what a callback raises: the sweeper says it
                 study = Study.of(config)
                 points = study.jobs(parsed)
-                Remember.sweep = Sweep(directory, [job.words for job in points], study, points)
+                Remember.sweep = Sweep(directory, [job.words for job in points], study=study, points=points)
             return
         if hasattr(sweeper, "split_arguments"):  # Hydra's basic sweeper, and what inherits from it
             (jobs,) = sweeper.split_arguments(parsed, max_batch_size=None)

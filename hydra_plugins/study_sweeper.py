@@ -1,5 +1,6 @@
 """Hydra finds a sweeper below `hydra_plugins` and nowhere else."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -18,7 +19,13 @@ class StudySweeper(BasicSweeper):
         assert self.config is not None
         study = Study.of(self.config)
         parse(study.claims, arms=study.arms, params=study.everywhere(), scales=study.scales)  # before the first run
+        print(f"{study.question}\nscale {study.scale}, in {self.config.hydra.sweep.dir}", flush=True)
         return super().sweep(arguments)
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """The first run of each arm: all of them would take minutes, and what is wrong with a value its own run says."""
+        assert self.config is not None
+        super().validate_batch_is_legal(batch[: len(self.config.study.arms)])
 
     def split_arguments(  # type: ignore[override]
         self, overrides: list[Override], max_batch_size: int | None

@@ -8,6 +8,7 @@ from typing import Any
 from stability.claims import Claim
 from stability.judging import Case, judge, table, write
 from stability.records import Run, read
+from stability.sweep import wide_console
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,11 @@ def conclude(
 
     `about`: study, question, scale. `draw`: which runs the picture shows, as in `Study.draw`.
     """
-    from rich.console import Console
-
     runs = [_read(point.directory) for point in points]
     cases = [Case(point.arm, point.params, run) for point, run in zip(points, runs, strict=True)]
     judged = judge(claims, cases, about["scale"])
     write(judged, directory / "claims.json", **about)
-    console = Console(markup=False, highlight=False)
+    console = wide_console()
     console.print(f"\n{about['question']}\n", soft_wrap=True)
     console.print(table(judged))
     shown = [(point, run) for point, run in zip(points, runs, strict=True) if run and _chosen(point, draw)]

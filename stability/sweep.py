@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
 from stability.records import mapping, metrics_line
 from stability.whole import replace
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 DONE = {"stable", "spiky", "stalled", "too_short"}
 JUDGED = {*DONE, "diverged"}  # a diverged job is a result: the sweep does not start it again
@@ -51,22 +54,22 @@ def write(directory: Path, rows: Sequence[Row]) -> None:
     replace(directory / "sweep.jsonl", "".join(metrics_line(asdict(row)) + "\n" for row in rows))
 
 
-def show(rows: Sequence[Row], directory: Path) -> None:
-    """The table on the terminal, of the overrides only those that are not the same in all jobs; then why jobs have no
-    result, and what to do about those that are missing."""
+def show(rows: Sequence[Row], directory: Path, names: Sequence[str] = ()) -> None:
+    """The table on the terminal: of each job its name, or where it has none those of its overrides that are not the same in
+    all jobs; then why jobs have no result, and what to do about those that are missing."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     same = set.intersection(*(set(row.overrides) for row in rows)) if len(rows) > 1 else set()
     table = Table(box=box.SIMPLE_HEAD)
-    for head in ("job", "overrides", "verdict", "loss", "val loss", "seconds"):
-        table.add_column(head, justify="left" if head in ("overrides", "verdict") else "right", overflow="fold")
+    told = "run" if names else "overrides"
+    for head in ("job", told, "verdict", "loss", "val loss", "seconds"):
+        table.add_column(head, justify="left" if head in (told, "verdict") else "right", overflow="fold")
     for row in rows:
         numbers = (_number(row.final_loss, ".4f"), _number(row.final_val_loss, ".4f"), _number(row.wall_time_s, ".1f"))
-        told = " ".join(word for word in row.overrides if word not in same)
-        table.add_row(str(row.job), told, row.verdict.replace("_", " "), *numbers)
-    console = Console(markup=False, highlight=False)
+        own = names[row.job] if names else " ".join(word for word in row.overrides if word not in same)
+        table.add_row(str(row.job), own, row.verdict.replace("_", " "), *numbers)
+    console = wide_console()
     console.print(table)
     for row in rows:
         if row.verdict not in DONE and row.reason:
@@ -82,12 +85,22 @@ def told(summary: Mapping[str, Any]) -> str:
     return "  ".join(word for word in words if word)
 
 
+def wide_console() -> "Console":
+    """Where tables go: as wide as the terminal; in a file or a pipe nothing needs to be folded to 80 columns."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else 150)
+
+
 def end(
-    directory: Path, jobs: Sequence[list[str]] | None, ran: Mapping[int, tuple[Path, dict[str, Any]]]
+    directory: Path,
+    jobs: Sequence[list[str]] | None,
+    ran: Mapping[int, tuple[Path, dict[str, Any]]],
+    names: Sequence[str] = (),
 ) -> Sequence[Row]:
     """Show the table and write it."""
     table = rows(directory, jobs, ran)
-    show(table, directory)
+    show(table, directory, names)
     try:
         write(directory, table)
     except OSError as error:
