@@ -14,7 +14,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from stability.deep_panels import extremes_panel, stream_panel
+from stability.deep_panels import draw_starts, extremes_panel, starts, stream_panel
 from stability.panel import (
     BLACK,
     BLUE,
@@ -66,13 +66,18 @@ def draw_runs(runs: Sequence[Run], path: str | Path, *, names: Sequence[str] = (
     """Draw several runs to `path` (PNG), one colour each, with their heat maps on one colour scale. Without `names` they
     are told apart by what differs between them.
 
-    The first 8 runs get a heat map; the figure says so when there are more. Raises ValueError when there is no run.
+    The first 8 runs get a heat map; the figure says so when there are more. Of runs that took one step alone and have
+    probe lines it shows the start by layer. Raises ValueError when there is no run.
     """
     if not runs:
         raise ValueError("a comparison needs at least one run")
+    names = names or label(runs)
+    if starts(runs):
+        draw_starts(runs, path, [plain(text) for text in names])
+        return
     mapped = runs[:HEAT_MAPS]
     rows, columns = -(-len(mapped) // 4), min(len(mapped), 4)
-    names = [plain(f"{text}  [{run.verdict}]") for text, run in zip(names or label(runs), runs, strict=True)]
+    names = [plain(f"{text}  [{run.verdict}]") for text, run in zip(names, runs, strict=True)]
     legend_columns = max(1, min(4, 150 // max(map(len, names))))
     heights = [4.6 + 0.22 * -(-len(runs) // legend_columns), 3.7 * rows]
 
