@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from stability import report
+from stability import deep_panels, report
 from stability.records import Run, metrics_line, read
 
 ROOT = Path(__file__).parents[2]
@@ -355,3 +355,21 @@ def test_a_probe_of_one_step_is_seen(tmp_path: Path, drawn: list[Figure]) -> Non
     )
     assert shown[EXTREMES].lines[0].get_marker() == "o"
     drawn[-1].draw_without_rendering()
+
+
+def test_runs_of_one_step_are_drawn_as_their_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(deep_panels, "save", lambda figure, path: figures.append(figure))
+    runs = []
+    for name, cosine in (("a", [0.1, 0.9]), ("b", [0.1, 0.2])):
+        directory = write_run(tmp_path / name, "single")
+        with (directory / "metrics.jsonl").open("a") as file:
+            file.write(metrics_line({"step": 0, "probe": {"stream_rms": [1.0, 2.0], "token_cosine": cosine}}) + "\n")
+        runs.append(read(directory))
+    report.draw_runs(runs, tmp_path / "starts.png", names=["first", "second"])
+    shown = panels(figures[-1])
+    assert list(shown) == ["Gradient norm at step 1", "Stream before step 1", "Likeness of tokens before step 1"]
+    cosines = [line.get_ydata() for line in shown["Likeness of tokens before step 1"].lines]
+    np.testing.assert_array_equal(cosines, [[0.1, 0.9], [0.1, 0.2]])
+    assert [text.get_text() for text in figures[-1].legends[0].get_texts()] == ["first", "second"]
+    check_layout(figures[-1])
