@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from conf.help import choices
 from tests.conftest import ROOT, SMALL, environment
 
 MINE = """\
@@ -107,7 +109,7 @@ def test_a_study_and_a_claim_need_a_file_each(folder: Path):
     assert not list(directory.glob("*/report.png")) and not list(directory.glob("*/checkpoints/*"))
 
     # each run is one that its own words repeat
-    words = ["hydra.run.dir=again", *json.loads(json.dumps(_words(directory / "post_seed=1/overrides.yaml")))]
+    words = ["hydra.run.dir=again", *yaml.safe_load((directory / "post_seed=1/overrides.yaml").read_text())]
     assert run(folder, "threads=1", *words)[0] == 0
     assert (folder / "again/metrics.jsonl").read_bytes() == (directory / "post_seed=1/metrics.jsonl").read_bytes()
 
@@ -158,13 +160,34 @@ def test_what_is_wrong_is_said_before_the_first_run(folder: Path, word: str, sai
     assert errors.count("\n") == 1 and not list((folder / "runs").rglob("metrics.jsonl"))
 
 
-def _words(path: Path) -> list[str]:
-    import yaml
-
-    return list(yaml.safe_load(path.read_text()))
-
-
 def test_help_lists_the_studies(folder: Path):
     code, said, _ = run(folder, "--help")
     assert code == 0 and "post_vs_pre" in said and "_base" not in said
     assert os.linesep in said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", choices("study"))
+def test_each_shipped_study_runs_to_its_claims(folder: Path, name: str):
+    """On tiny networks, of which no claim is true: that every run is made, read and judged."""
+    small = [word for word in SMALL if not word.startswith("model.depth")]
+    words = ["data=synthetic", "data.tokens=20000", "data.val_windows=4", "steps=12", "batch=4", "accumulate=1", *small]
+    depth = {"deepnorm_ablation": [], "post_vs_pre": ["model.depth=6,24"]}.get(name, ["model.depth=4"])
+    code, said, errors = run(folder, f"study={name}", "seed=0,1", *words, *depth, "schedule.warmup=0")
+    assert code == 0, said + errors
+    found = claims(folder, f"runs/study/{name}-laptop")
+    assert found and {claim["verdict"] for claim in found.values()} <= {"holds", "fails", "undecided", "not judged"}
+    assert (folder / f"runs/study/{name}-laptop/report.png").is_file()
+    unread = [claim["reason"] for claim in found.values() if claim["verdict"] == "undecided"]
+    assert all("is not run at scale" in reason for reason in unread), unread
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_shipped_study_comes_to_its_answer(folder: Path):
+    """One seed of the shortest of them, at its own size."""
+    code, said, errors = run(folder, "study=warmup", "seed=0")
+    assert code == 0, said + errors
+    found = claims(folder, "runs/study/warmup-laptop")
+    assert {claim["verdict"] for claim in found.values()} == {"holds"}, {k: v["found"] for k, v in found.items()}
