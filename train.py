@@ -117,6 +117,8 @@ def train(
         verdict = before.summary.get("verdict")
         judged = verdict in jobs.JUDGED and before.summary.get("steps") == before.config["steps"]
         if judged and (before.done >= plain["steps"] or (sweep and verdict == "diverged")):
+            if before.changed:  # `resume_force` has no step to take them in
+                raise before.refuse(f"it is done, with another {', '.join(before.changed)}: leave them out")
             print(f"nothing to do: {before.done} of {plain['steps']} steps are done ({verdict})", flush=True)
             return before.summary, DIVERGED if verdict == "diverged" else 0
         try:
@@ -154,6 +156,7 @@ def _train(
     machine.precision(plain["precision"], device)
     rows = plain["batch"] // plain["accumulate"]
     asked = plain["threads"] or before.environment.get("threads") or threads
+    machine.flush_denormals()
     torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
 
     with signals.at_once():
@@ -286,17 +289,21 @@ def main() -> None:
 def _end(sweep: Sweep, *, whole: bool) -> int:
     """The table that ends a sweep, and where it ran to its end as a `whole`, the claims of a study. The exit code."""
     names = [job.name for job in sweep.points]
-    verdicts = {row.verdict for row in jobs.end(sweep.directory, sweep.jobs, sweep.ran, names)}
+    rows = jobs.end(sweep.directory, sweep.jobs, sweep.ran, names)
+    verdicts = {row.verdict for row in rows}
     if sweep.study is None or not whole:
         return 0 if verdicts <= jobs.DONE else FAILED
     from stability.claims import parse
     from stability.study import Point, conclude
 
     study, directory = sweep.study, sweep.directory
-    points = [Point(job.arm, job.params, directory / job.name) for job in sweep.points]
+    points = [
+        Point(job.arm, job.params, directory / job.name, row.verdict in jobs.JUDGED)
+        for job, row in zip(sweep.points, rows, strict=True)
+    ]
     claims = parse(study.claims, arms=study.arms, params=study.everywhere(), scales=study.scales)
-    about = {"study": directory.name, "question": study.question, "scale": study.scale}
-    conclude(directory, points, claims, about, draw=study.draw)
+    about = {"question": study.question, "scale": study.scale, "words": sweep.typed}
+    conclude(directory, points, claims, about, values=study.values(), draw=study.draw)
     return 0 if verdicts <= jobs.JUDGED else FAILED  # to diverge is an answer to the question
 
 

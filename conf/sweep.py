@@ -21,6 +21,7 @@ class Sweep:
     directory: Path
     jobs: list[list[str]] | None
     texts: dict[str, Any] = field(default_factory=dict)  # what its jobs have read: a text is read once
+    typed: list[str] = field(default_factory=list)  # the command line's overrides, Hydra's own apart
     study: Study | None = None
     points: list[Job] = field(default_factory=list)
     ran: dict[int, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
@@ -35,12 +36,12 @@ class Remember(Callback):
         jobs, sweeper = None, get_class(config.hydra.sweeper._target_)
         words = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
         parsed = OverridesParser.create().parse_overrides([*words, *config.hydra.overrides.task])
-        directory = Path(config.hydra.sweep.dir)
+        directory, typed = Path(config.hydra.sweep.dir), list(config.hydra.overrides.task)
         if config.study is not None:
             with suppress(ValueError):  # Hydra makes a warning of what a callback raises: the sweeper says it
                 study = Study.of(config)
                 points = study.jobs(parsed)
-                Remember.sweep = Sweep(directory, [job.words for job in points], study=study, points=points)
+                Remember.sweep = Sweep(directory, [job.words for job in points], study=study, points=points, typed=typed)
             return
         if hasattr(sweeper, "split_arguments"):  # Hydra's basic sweeper, and what inherits from it
             (jobs,) = sweeper.split_arguments(parsed, max_batch_size=None)

@@ -10,48 +10,52 @@ from stability.judging import Case, judge, table, write
 from stability.records import Run, read
 from stability.sweep import wide_console
 
+SHOWN = 8  # runs in the picture where the study does not choose
+
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a study: its arm, its params, and where it is."""
+    """One run of a study: its arm, its params, where it is, and whether what is there is this run, and at its end (it may
+    be one of other words, which this sweep has refused to touch)."""
 
     arm: str
     params: dict[str, Any]
     directory: Path
+    done: bool
 
 
 def conclude(
     directory: Path,
     points: Sequence[Point],
     claims: Mapping[str, Claim],
-    about: dict[str, str],
+    about: Mapping[str, Any],
     *,
+    values: Mapping[str, Sequence[Any]],
     draw: Mapping[str, Any],
 ) -> None:
     """Write `claims.json` and `report.png` into the study's `directory`, and show the table of claims.
 
-    `about`: study, question, scale. `draw`: which runs the picture shows, as in `Study.draw`.
+    `about`: question, scale, and the words of the command. `values`: the params as the study has them, of which a command
+    may run fewer. `draw`: which runs the picture shows, as in `Study.draw`; the first of all where it chooses none.
     """
-    runs = [_read(point.directory) for point in points]
+    runs = [read(point.directory) if point.done else None for point in points]
     cases = [Case(point.arm, point.params, run) for point, run in zip(points, runs, strict=True)]
-    judged = judge(claims, cases, about["scale"])
-    write(judged, directory / "claims.json", **about)
+    judged = judge(claims, cases, about["scale"], values=values)
+    ran = {key: list(dict.fromkeys(point.params[key] for point in points)) for key in points[0].params}
+    write(judged, directory / "claims.json", **about, params=ran)
     console = wide_console()
     console.print(f"\n{about['question']}\n", soft_wrap=True)
     console.print(table(judged))
-    shown = [(point, run) for point, run in zip(points, runs, strict=True) if run and _chosen(point, draw)]
-    if shown:
+    there = [(point, run) for point, run in zip(points, runs, strict=True) if run]
+    if shown := [(point, run) for point, run in there if _chosen(point, draw)] or there[:SHOWN]:
         _draw(shown, directory / "report.png")
         console.print(f"picture: {directory / 'report.png'}", soft_wrap=True)
     console.print(f"claims:  {directory / 'claims.json'}", soft_wrap=True)
-
-
-def _read(directory: Path) -> Run | None:
-    """None for a run that left nothing to read."""
-    try:
-        return read(directory)
-    except ValueError:
-        return None
+    if len(there) < len(points):
+        console.print(
+            f"{len(points) - len(there)} of {len(points)} runs have no result, as said above; hydra.sweep.dir=DIR starts afresh",
+            soft_wrap=True,
+        )
 
 
 def _chosen(point: Point, draw: Mapping[str, Any]) -> bool:

@@ -36,6 +36,12 @@ def precision(asked: str, device: str) -> LightningPrecision:
     return known[asked]
 
 
+def flush_denormals() -> None:
+    """Numbers below float32's smallest normal one, 1.2e-38, count as 0 on a CPU. Where a gradient vanishes Adam's second
+    moments are such numbers, which cost a CPU several times the time of others and are far below Adam's eps."""
+    torch.set_flush_denormal(True)
+
+
 def threads(asked: int | None, *, tokens: int, dim: int) -> int:
     """CPU threads: as asked, else one for each 2^15 elements of the stream in a micro-batch (`tokens` * `dim`), at least
     one and at most one a core.
