@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from stability.observables import OBSERVABLES, OF_NUMBERS, SOUND, TAKES, UNSOUND, nearest
+from stability.observables import OBSERVABLES, nearest
+from stability.sweep import JUDGED
+from stability.takes import OF_NUMBERS, TAKES
 
 KEY = "study.claims"
 STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
@@ -164,7 +166,7 @@ def _expect(key: str, claim: Claim) -> None:
     if not text and expect.is_ is not None:
         raise ValueError(f"{key}.expect.is={expect.is_!r}: {claim.observe} is a number: give min, max or both")
     if expect.is_ is not None:
-        _known(f"{key}.expect.is", expect.is_, sorted(SOUND | UNSOUND))
+        _known(f"{key}.expect.is", expect.is_, sorted(JUDGED))
     if expect.min is not None and expect.max is not None and expect.min > expect.max:
         raise ValueError(f"{key}.expect.min={expect.min:g} is above max={expect.max:g}: no number is both")
     if text and (claim.against is not None or claim.along or claim.seeds == "mean"):

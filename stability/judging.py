@@ -14,9 +14,10 @@ import numpy as np
 
 from stability import whole
 from stability.claims import Claim, Selection, expected, fixed, listed, same
-from stability.observables import OBSERVABLES, TAKES, Recorded, Unread, ratio
+from stability.observables import OBSERVABLES, Recorded, Unread, ratio
 from stability.records import Array
 from stability.sweep import JUDGED
+from stability.takes import TAKES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -158,7 +159,7 @@ def _compared(claim: Claim, points: Sequence[_Point], rivals: Sequence[_Point]) 
 def _folded(claim: Claim, points: list[_Point]) -> list[_Point]:
     """Over seeds, then along the axis."""
     if claim.seeds == "mean":
-        points = _along("seed", points, lambda x, y: float(y.mean()), least=1)
+        points = _along("seed", points, TAKES["mean"], least=1)
     if claim.along is not None and claim.take is not None:
         points = _along(claim.along, points, TAKES[claim.take], least=2)
     return points

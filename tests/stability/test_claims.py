@@ -53,7 +53,7 @@ PRE = {"against": {"arm": "pre"}, "compare": "ratio"}
         ({**PRE, "against": {"seed": [0, 1]}},
          ".against pairs each run with itself: name an arm, or one value of a param"),
         ({"seeds": "all"}, ".seeds='all' should be 'each' or 'mean'"),
-        ({"seeds": "mean", "along": "seed", "take": "t"}, ".along=seed: seeds=mean leaves one number; leave it out"),
+        ({"seeds": "mean", "along": "seed", "take": "significance"}, ".along=seed: seeds=mean leaves one number; leave it out"),
         ({"along": "model.depth"}, ".take is missing: along needs it"),
         ({"take": "exponent"}, ".along is missing: take needs it"),
         ({**DEPTH, "take": "exponnet"}, ".take='exponnet' is not known; did you mean 'exponent'?"),

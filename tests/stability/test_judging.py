@@ -81,8 +81,10 @@ def test_an_axis_leaves_one_number_for_what_differs_otherwise():
     slopes = judged(cases(GRID), **words, take="exponent")
     want = {"post seed=0": 1, "pre seed=0": 1, "post seed=1": math.log(25 / 7, 4), "pre seed=1": math.log(13 / 4, 4)}
     assert slopes.verdict == "holds" and dict(slopes.numbers) == pytest.approx(want)
-    t = judged(cases(GRID), **LOSS, of={"arm": "post", "model.depth": 6}, along="seed", take="t", expect={"max": 14})
-    assert t.numbers == [("post depth=6", pytest.approx(13))]  # 6, 7: mean 6.5, std sqrt(1/2)
+    seeds = {"of": {"arm": "post", "model.depth": 6}, "along": "seed", "expect": {"max": 14}}
+    t = judged(cases(GRID), **LOSS, **seeds, take="significance")
+    assert t.numbers == [("post depth=6", pytest.approx(13 / 12.706))]  # 6, 7: mean 6.5, std sqrt(1/2)
+    assert judged(cases(GRID), **LOSS, **seeds, take="mean").numbers == [("post depth=6", 6.5)]
 
 
 def test_what_does_not_commute_is_taken_first_where_asked():
@@ -132,7 +134,8 @@ def test_a_partner_that_is_missing_leaves_the_pair_undecided():
 
 def test_a_diverged_run_without_a_final_loss_is_undecided_but_has_a_start():
     one = [Case("pre", {"seed": 0}, run(None, "diverged"))]
-    assert judged(one).reason == "pre seed=0: summary.json has no final_loss"
+    assert judged(one).reason == "pre seed=0: diverged"
+    assert judged([Case("pre", {"seed": 0}, run(None))]).reason == "pre seed=0: summary.json has no final_loss"
     assert judged(one, observe="loss_or_start").numbers == [("pre seed=0", 5)]
     assert judged(one, observe="verdict", expect={"is": "stable"}).verdict == "fails"
     nan = judged([Case("pre", {}, Stub())], observe="probe", knobs={"name": "logit_max"}, expect={"max": 1})
