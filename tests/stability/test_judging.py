@@ -205,7 +205,15 @@ def several() -> list[Judged]:
     some = [*cases(GRID), Case("pre", {"model.depth": 6, "seed": 2}, None)]
     raw = {
         "holds": claim(says=words, source=source, **LOSS, of={"arm": "pre", "seed": [0, 1]}, expect={"min": 3}),
-        "fails": claim(says=words, source=source, **LOSS, of={"arm": "post"}, expect={"min": 0.3, "max": 20}),
+        "fails": claim(
+            says=words,
+            source=source,
+            **LOSS,
+            of={"arm": "post"},
+            expect={"min": 0.3, "max": 20},
+            note="why not",
+            tolerance="measured on 2 seeds",
+        ),
         "undecided": claim(says=words, source=source, **LOSS, of={"arm": "pre"}, expect={"min": 3}),
         "not_judged": claim(says=words, source=source, scales=["gpu"]),
         "word": claim(observe="verdict", of={"arm": "post"}, expect={"is": "stable"}),
@@ -236,3 +244,4 @@ def test_the_file_holds_everything_and_is_strict(tmp_path: Path):
     assert content["claims"]["word"]["expect"] == {"is": "stable"}
     undecided = content["claims"]["undecided"]
     assert undecided["reason"] == "pre depth=6 seed=2: has not run" and len(undecided["numbers"]) == 6
+    assert (fails["note"], fails["tolerance"]) == ("why not", "measured on 2 seeds")
