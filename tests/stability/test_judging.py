@@ -16,9 +16,11 @@ from tests.stability.test_claims import ARMS, PARAMS, SCALES, claim
 from tests.stability.test_observables import Stub, run
 
 
-def judged(cases: list[Case], scale: str = "laptop", **words: Any) -> Judged:
+def judged(
+    cases: list[Case], scale: str = "laptop", values: dict[str, list[Any]] | None = None, **words: Any
+) -> Judged:
     claims = parse({"x": claim(**words)}, arms=ARMS, params=PARAMS, scales=SCALES)
-    return judge(claims, cases, scale)[0]
+    return judge(claims, cases, scale, values=values)[0]
 
 
 def cases(losses: dict[tuple[str, int, int], float | None]) -> list[Case]:
@@ -159,6 +161,41 @@ def test_a_value_that_the_scale_does_not_run_leaves_it_undecided():
     assert judged([]).reason == "no run is what `of` names"
 
 
+def test_a_part_of_an_axis_is_not_judged_as_the_whole():
+    values = {"model.depth": [6, 12, 24], "seed": [0, 1]}
+    words = {
+        **LOSS,
+        "of": {"arm": "post", "seed": 0},
+        "along": "model.depth",
+        "take": "exponent",
+        "expect": {"min": 0.9},
+    }
+    whole, part = cases(GRID), [case for case in cases(GRID) if case.params["model.depth"] != 12]
+    assert judged(whole, values=values, **words).verdict == judged(part, **words).verdict == "holds"
+    open_ = judged(part, values=values, **words)
+    said = "post seed=0: 2 of 3 values of model.depth were run"
+    assert (open_.verdict, open_.numbers, open_.reason) == ("undecided", [], said)
+    assert judged(part, values=values, **words | {"expect": {"max": 0}}).verdict == "undecided"  # nor broken by it
+    more = [*whole, *cases({("post", 7, 0): 7.0})]
+    assert judged(more, values=values, **words).verdict == "holds"
+    typed = cases({("post", depth, 0): float(depth) for depth in (2, 3, 4)})
+    assert judged(typed, values=values, **words).reason == "post seed=0: 0 of 3 values of model.depth were run"
+    words["of"] = {"arm": "post", "model.depth": [6, 24]}  # all that the claim asks for
+    assert judged(part, values=values, **words).verdict == "holds"
+    one = [case for case in whole if case.params["seed"] == 0]
+    words = {**LOSS, "of": {"arm": "pre", "model.depth": 6}, "along": "seed", "take": "mean"}
+    assert judged(one, values=values, **words).reason == "pre depth=6: 1 of 2 values of seed were run"
+
+
+@pytest.mark.parametrize("narrow", ARMS)
+def test_both_sides_need_the_whole_axis_where_it_is_taken_first(narrow: str):
+    part = [case for case in cases(GRID) if case.arm != narrow or case.params["model.depth"] != 12]
+    words = {**LOSS, "of": {"arm": "post", "seed": 0}, "against": {"arm": "pre"}, "compare": "ratio"}
+    words |= {"along": "model.depth", "take": "max/min", "take_first": True}
+    found = judged(part, values={"model.depth": [6, 12, 24]}, **words)
+    assert found.verdict == "undecided" and f"{narrow} seed=0: 2 of 3 values of model.depth were run" in found.reason
+
+
 def test_another_scale_is_not_judged():
     one = judged(cases({("pre", 6, 0): 2.0}), scales=["gpu"])
     assert (one.verdict, one.numbers, one.reason) == ("not judged", [], "judged at gpu")
@@ -241,7 +278,7 @@ def test_the_file_holds_everything_and_is_strict(tmp_path: Path):
     assert fails["verdict"] == "fails" and fails["expected"] == "0.3 to 20" and fails["observe"] == "summary"
     assert fails["numbers"][-1] == {"of": "post depth=24 seed=1", "value": 25, "holds": False}
     assert len(fails["numbers"]) == 6 and fails["found"] == "6 to 25 (4 of 6 hold)"
+    assert (fails["note"], fails["tolerance"]) == ("why not", "measured on 2 seeds")
     assert content["claims"]["word"]["expect"] == {"is": "stable"}
     undecided = content["claims"]["undecided"]
     assert undecided["reason"] == "pre depth=6 seed=2: has not run" and len(undecided["numbers"]) == 6
-    assert (fails["note"], fails["tolerance"]) == ("why not", "measured on 2 seeds")
