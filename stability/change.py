@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from model.inventory import Entry
 from model.transformer import Transformer
@@ -36,12 +37,12 @@ def _features(model: Transformer, tokens: Tensor, autocast: bool) -> Tensor:
 
 def model_update(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     """sqrt(mean((F(x, theta_s) - F(x, theta_{s-1}))^2)) over batch, time and features, F being `features` before and after
-    a step: the size of the model update. A scalar on the device, in float64.
+    a step: the size of the model update. A scalar on the device of `after`, in float64; `before` may be elsewhere.
 
     Source: Wang et al. 2022 (DeepNet), arXiv 2203.00555, sections 3 and 4, ||Delta F||, as an RMS here, which neither
     batch, context nor width scales.
     """
-    squares = [mean_square(wide(new) - wide(old)) for old, new in zip(before, after, strict=True)]
+    squares = [mean_square(wide(new) - wide(old.to(new.device))) for old, new in zip(before, after, strict=True)]
     return torch.stack(squares).mean().sqrt()  # the micro-batches have as many tokens each
 
 
@@ -52,9 +53,12 @@ def matrices(entries: Sequence[Entry]) -> list[Entry]:
 
 def update_ratio(entries: Sequence[Entry], before: Sequence[Tensor], depth: int) -> Array:
     """sqrt(sum ||W_s - W_{s-1}||^2 / sum ||W_{s-1}||^2) over the matrices W of each block, (depth,): how far a step has
-    moved them, weight decay included, as a share of what they were. `before` holds W_{s-1} of each of `entries`."""
-    moved = torch._foreach_sub([entry.parameter.detach() for entry in entries], list(before))
-    norms = torch.stack([torch.linalg.vector_norm(wide(tensor)) for tensor in (*moved, *before)])
+    moved them, weight decay included, as a share of what they were. `before` holds W_{s-1} of each of `entries`, on
+    whatever device."""
+    now = [entry.parameter.detach() for entry in entries]
+    was = [old.to(new.device) for old, new in zip(before, now, strict=True)]
+    moved = torch._foreach_sub(now, was)
+    norms = torch.stack([torch.linalg.vector_norm(wide(tensor)) for tensor in (*moved, *was)])
     new, old = norms.cpu().numpy().astype(np.float64).reshape(2, -1) ** 2
     layer = np.array([entry.layer - 1 for entry in entries])
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -65,18 +69,21 @@ def future_leak(model: Transformer, windows: Tensor, *, autocast: bool = False) 
     """max |logits' - logits| over all positions but the last, in training mode, when the last input token of each window is
     replaced by the next one of the vocabulary: a scalar on the device, 0 for a network that is causal.
 
-    `windows` is int64 (rows, context + 1). Both passes draw the same dropout. Leaves the model as it finds it.
+    `windows` is int64 (rows, context + 1). Both passes draw the same dropout. The rows go through the blocks together, since
+    BatchNorm's statistics are over all of them, and through the output matrix one by one: never are there more logits than
+    those of one row. Leaves the model as it finds it.
     """
     tokens = windows[:, :-1]
     other = tokens.clone()
     other[:, -1] = (other[:, -1] + 1) % model.head.weight.shape[0]
-    here, there = (_logits(model, given, autocast)[:, :-1] for given in (tokens, other))
-    apart = (wide(there) - wide(here)).abs().flatten()
-    return torch.cat((apart, apart.new_zeros(1))).max()  # a single position has none before it
-
-
-def _logits(model: Transformer, tokens: Tensor, autocast: bool) -> Tensor:
-    with as_found(model), torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
-        logits = model(tokens)
-    assert isinstance(logits, Tensor)
-    return logits
+    streams, weight = [], model.head.weight
+    for given in (tokens, other):
+        with as_found(model), torch.no_grad():
+            streams.append(_features(model, given, autocast)[:, :-1])
+    leak = wide(weight.new_zeros(()))
+    with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
+        for here, there in zip(*streams, strict=True):
+            if len(here):  # a single position has none before it
+                apart = wide(F.linear(there, weight)) - wide(F.linear(here, weight))
+                leak = torch.maximum(leak, apart.abs_().max())
+    return leak

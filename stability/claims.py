@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from stability.observables import OBSERVABLES, OF_NUMBERS, SOUND, TAKES, UNSOUND, nearest
+from stability.observables import OBSERVABLES, nearest
+from stability.sweep import JUDGED
+from stability.takes import OF_NUMBERS, TAKES
 
 KEY = "study.claims"
 STRICT = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
@@ -21,17 +23,21 @@ Selection = dict[str, Any]  # `arm` or a param -> one value, or a list of them
 
 
 class Expect(BaseModel):
-    """What every number must be: from min to max, both included; or, of the observable `verdict`, the word `is`."""
+    """What every number must be: at least min or above `above`, at most max or below `below`, min and max included, the
+    other two not; or, of the observable `verdict`, the word `is`."""
 
     model_config = STRICT
     min: float | None = None
+    above: float | None = None
     max: float | None = None
+    below: float | None = None
     is_: str | None = Field(None, alias="is")
 
     def holds(self, found: float | str) -> bool:
         if isinstance(found, str):
             return found == self.is_
-        return (self.min is None or self.min <= found) and (self.max is None or found <= self.max)
+        inside = (self.min is None or self.min <= found) and (self.max is None or found <= self.max)
+        return inside and (self.above is None or self.above < found) and (self.below is None or found < self.below)
 
 
 class Claim(BaseModel):
@@ -43,10 +49,12 @@ class Claim(BaseModel):
         paired with those that have its arm, unless `against` names arms, and its value of each param of which
         `against` does not name one value.
     seeds: `mean` makes one number of those that differ in `seed` alone; after the pairing.
-    along, take: a param and a function of the numbers of the runs that differ in it alone, in the order of its values.
+    along, take: a param and a function (`stability.takes`) of the numbers of the runs that differ in it alone, in the order
+        of its values: all that the study has, or those that `of` names.
     take_first: take along the param before comparing, where the two do not commute: the learning rate sensitivity of one
         arm less that of another is not the sensitivity of their difference.
     scales: where it is judged; None for everywhere.
+    tolerance: where the bound of `expect` comes from: the paper's, or measured, and then on what.
     """
 
     model_config = STRICT
@@ -64,6 +72,7 @@ class Claim(BaseModel):
     expect: Expect
     scales: list[str] | None = Field(None, min_length=1)
     note: str = ""
+    tolerance: str = ""
 
 
 def parse(
@@ -80,13 +89,14 @@ def parse(
 
 
 def expected(claim: Claim) -> str:
-    """What the claim expects, in words: `<= 1.8`, `0.3 to 0.5`, `stalled`."""
-    low, high = claim.expect.min, claim.expect.max
-    if low is None and high is None:
-        return str(claim.expect.is_)
-    if low is None or high is None:
-        return f"<= {high:g}" if low is None else f">= {low:g}"
-    return f"{low:g}" if low == high else f"{low:g} to {high:g}"
+    """What the claim expects, in words: `<= 1.8`, `> 0`, `0.3 to 0.5`, `stalled`."""
+    expect = claim.expect
+    if expect.is_ is not None:
+        return expect.is_
+    if expect.min is not None and expect.max is not None:
+        return f"{expect.min:g}" if expect.min == expect.max else f"{expect.min:g} to {expect.max:g}"
+    sides = ((">=", expect.min), (">", expect.above), ("<=", expect.max), ("<", expect.below))
+    return " and ".join(f"{sign} {bound:g}" for sign, bound in sides if bound is not None)
 
 
 def fixed(selection: Selection) -> set[str]:
@@ -156,17 +166,23 @@ def _selection(key: str, selection: Selection, arms: list[str], params: Mapping[
 
 
 def _expect(key: str, claim: Claim) -> None:
-    expect, text = claim.expect, claim.observe == "verdict"
-    if not expect.model_dump(exclude_none=True):
-        raise ValueError(f"{key}.expect is empty: give {'is' if text else 'min, max or both'}")
-    if text and (expect.is_ is None or expect.min is not None or expect.max is not None):
-        raise ValueError(f"{key}.expect: a verdict is a word: give `is`, and neither min nor max")
-    if not text and expect.is_ is not None:
-        raise ValueError(f"{key}.expect.is={expect.is_!r}: {claim.observe} is a number: give min, max or both")
-    if expect.is_ is not None:
-        _known(f"{key}.expect.is", expect.is_, sorted(SOUND | UNSOUND))
-    if expect.min is not None and expect.max is not None and expect.min > expect.max:
-        raise ValueError(f"{key}.expect.min={expect.min:g} is above max={expect.max:g}: no number is both")
+    given, text = claim.expect.model_dump(by_alias=True, exclude_none=True), claim.observe == "verdict"
+    if not given:
+        raise ValueError(f"{key}.expect is empty: give {'is' if text else 'min or above, max or below'}")
+    if text and [*given] != ["is"]:
+        raise ValueError(f"{key}.expect: a verdict is a word: give `is`, and nothing else")
+    if text:
+        _known(f"{key}.expect.is", given["is"], sorted(JUDGED))
+    elif "is" in given:
+        raise ValueError(
+            f"{key}.expect.is={given['is']!r}: {claim.observe} is a number: give min or above, max or below"
+        )
+    for one, other in (("min", "above"), ("max", "below")):
+        if one in given and other in given:
+            raise ValueError(f"{key}.expect has both {one} and {other}: give one of them")
+    low, high = (next((name for name in pair if name in given), None) for pair in (("min", "above"), ("max", "below")))
+    if low and high and not (given[low] < given[high] or (given[low] == given[high] and (low, high) == ("min", "max"))):
+        raise ValueError(f"{key}.expect.{low}={given[low]:g} and {high}={given[high]:g}: no number is both")
     if text and (claim.against is not None or claim.along or claim.seeds == "mean"):
         raise ValueError(f"{key}.observe=verdict is a word: it takes no against, along or seeds=mean")
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from stability import whole
 from stability.claims import Claim, Selection, expected, fixed, listed, same
-from stability.observables import OBSERVABLES, TAKES, Recorded, Unread, ratio
+from stability.observables import OBSERVABLES, Recorded, Unread, ratio
 from stability.records import Array
 from stability.sweep import JUDGED
+from stability.takes import TAKES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,22 +63,33 @@ class _Point:
     rival: tuple[str, dict[str, Any]] | None = None
 
 
-def judge(claims: Mapping[str, Claim], cases: Sequence[Case], scale: str) -> list[Judged]:
-    """Each claim, in order, by the runs of a study at one scale."""
-    return [_judge(name, claim, cases, scale) for name, claim in claims.items()]
+def judge(
+    claims: Mapping[str, Claim],
+    cases: Sequence[Case],
+    scale: str,
+    *,
+    values: Mapping[str, Sequence[Any]] | None = None,
+) -> list[Judged]:
+    """Each claim, in order, by the runs of a study at one scale.
+
+    values: the params of the study at this scale, each with its values. What a claim takes along one of them needs all of
+    them, but those that the claim leaves out: the exponent of two depths is not that of five. None: whatever was run.
+    """
+    return [_judge(name, claim, cases, scale, values or {}) for name, claim in claims.items()]
 
 
-def _judge(name: str, claim: Claim, cases: Sequence[Case], scale: str) -> Judged:
+def _judge(name: str, claim: Claim, cases: Sequence[Case], scale: str, values: Mapping[str, Sequence[Any]]) -> Judged:
     if claim.scales and scale not in claim.scales:
         return Judged(name, claim, "not judged", [], f"judged at {', '.join(claim.scales)}")
-    lacks = [*_not_run(claim.of, cases, scale), *_not_run(claim.against or {}, cases, scale)]
+    against = claim.against or {}
+    lacks = [*_not_run(claim.of, cases, scale), *_not_run(against, cases, scale)]
     points = _points(claim, claim.of, cases)
-    rivals = None if claim.against is None else _points(claim, claim.against, cases)
+    rivals = None if claim.against is None else _points(claim, against, cases)
     if rivals is not None and not claim.take_first:
         points = _compared(claim, points, rivals)
-    points = _folded(claim, points)
+    points = _folded(claim, points, _axis(claim, claim.of, values))
     if rivals is not None and claim.take_first:
-        points = _compared(claim, points, _folded(claim, rivals))
+        points = _compared(claim, points, _folded(claim, rivals, _axis(claim, against, values)))
     lacks = list(dict.fromkeys([*lacks, *(lack for point in points for lack in point.lacks)]))
     numbers = [(_label(point), point.value) for point in points if point.value is not None]
     if not numbers and not lacks:
@@ -88,6 +100,13 @@ def _judge(name: str, claim: Claim, cases: Sequence[Case], scale: str) -> Judged
         counted = f"{broken} of {len(numbers)} numbers not {expected(claim)}"
         return Judged(name, claim, "fails", numbers, f"{counted}; unknown: {said}" if said else counted)
     return Judged(name, claim, "undecided" if lacks else "holds", numbers, said)
+
+
+def _axis(claim: Claim, selection: Selection, values: Mapping[str, Sequence[Any]]) -> list[Any]:
+    """The values of `along` that the study has and the selection does not leave out."""
+    along = claim.along or ""
+    wanted = listed(selection[along]) if along in selection else values.get(along, [])
+    return [value for value in values.get(along, []) if any(same(value, one) for one in wanted)]
 
 
 def _not_run(selection: Selection, cases: Sequence[Case], scale: str) -> list[str]:
@@ -155,19 +174,24 @@ def _compared(claim: Claim, points: Sequence[_Point], rivals: Sequence[_Point]) 
     return compared
 
 
-def _folded(claim: Claim, points: list[_Point]) -> list[_Point]:
-    """Over seeds, then along the axis."""
+def _folded(claim: Claim, points: list[_Point], axis: Sequence[Any]) -> list[_Point]:
+    """Over seeds, then along the axis, of which these values are needed."""
     if claim.seeds == "mean":
-        points = _along("seed", points, lambda x, y: float(y.mean()), least=1)
+        points = _along("seed", points, TAKES["mean"], least=1)
     if claim.along is not None and claim.take is not None:
-        points = _along(claim.along, points, TAKES[claim.take], least=2)
+        points = _along(claim.along, points, TAKES[claim.take], least=2, axis=axis)
     return points
 
 
 def _along(
-    name: str, points: Sequence[_Point], take: Callable[[Sequence[Any], Array], float], least: int
+    name: str,
+    points: Sequence[_Point],
+    take: Callable[[Sequence[Any], Array], float],
+    *,
+    least: int,
+    axis: Sequence[Any] = (),
 ) -> list[_Point]:
-    """One point for those that differ in `name` alone; it lacks what any of them lacks."""
+    """One point for those that differ in `name` alone; it lacks what any of them lacks, and what `axis` has and none is."""
     groups: list[tuple[_Point, list[_Point]]] = []  # what its points have in common; the points
     for point in points:
         rival = point.rival and (point.rival[0], _without(point.rival[1], name))
@@ -182,6 +206,9 @@ def _along(
         if all(isinstance(value, int | float) for value in x):  # else they stay in the order in which they are run
             members.sort(key=lambda point: point.params[name])
             x.sort()
+        run = sum(any(same(value, there) for there in x) for value in axis)
+        if run < len(axis):
+            lacks.append(f"{_label(common)}: {run} of {len(axis)} values of {name} were run")
         if not lacks and len(x) < least:
             lacks = [f"{_label(common)}: fewer than {least} values of {name}"]
         y = [point.value for point in members]

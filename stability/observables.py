@@ -1,13 +1,12 @@
-"""What a claim may ask of a run: functions of one run, and functions of such numbers along an axis.
+"""What a claim may ask of a run: functions of one run.
 
 What a record does not hold is `Unread`, with the reason; a claim then stays undecided. A function's keyword arguments are the
 `knobs` of a claim and are checked against its annotations (`stability.claims`), so that a knob that fits nothing is
 refused before anything runs. Layers are blocks, counted from 1; 0 is the place after the embedding.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from math import sqrt
 from typing import Annotated, Any, Protocol
 
 import numpy as np
@@ -16,7 +15,8 @@ from pydantic import AfterValidator
 
 from stability.records import BLOCK_PARTS, MATRICES, SUMMARY, Array
 
-SOUND, UNSOUND = {"stable", "spiky", "too_short"}, {"diverged", "stalled"}
+SOUND, UNSOUND = {"stable", "spiky"}, {"diverged", "stalled"}
+OUTCOMES = ("final_loss", "final_val_loss", "best_loss", "best_val_loss")  # of the whole run, had it come to its end
 STREAM = ("stream_rms", "stream_grad_norm", "token_cosine")  # at N + 1 places
 BRANCHES = ("attention_rms", "ffn_rms", "attention_ratio", "ffn_ratio", "logit_max", "attention_entropy")  # at N
 WEIGHTS = ("gain_min", "gain_mean", "gain_max", "update_ratio")  # at N
@@ -76,16 +76,18 @@ Place = Annotated[int | str, _one_of("first", "last", "max", "min", "mean")]
 def gradient(run: Recorded, *, matrix: Matrix = "block", layer: Layer = "last", step: Step = 1) -> float:
     """The gradient norm of a matrix, a part of a block or the whole `block`, at a step that measured the layers.
 
-    `layer`: a block, or a ratio of two; `middle` is block ceil(N/2); `max/min` is over the blocks.
+    `layer`: a block, or a ratio of two; `middle` is block ceil(N/2); `max/min` is over the blocks. `step`: `last` is the
+    run's last; a run that diverged has none.
     """
     if matrix not in run.layers:
         raise Unread(f"no gradient of {matrix!r} is recorded")
-    at = _at(run.layer_step, step, "layers: log_every")
+    at = _at(run, run.layer_step, step, "layers: log_every")
     return _pick(run.layers[matrix][at], layer, first=1)
 
 
 def summary(run: Recorded, *, key: Key) -> float:
-    """A number of `summary.json`."""
+    """A number of `summary.json`. A run that diverged has no final and no best loss: what it came to is not the number
+    that stands where it broke off."""
     return _number(run, key)
 
 
@@ -110,8 +112,10 @@ def loss_or_start(run: Recorded) -> float:
 
 
 def stable(run: Recorded) -> float:
-    """1 where the verdict is stable, spiky or too_short (nothing told against it), 0 where it is diverged or stalled."""
+    """1 where the verdict is stable or spiky, 0 where it is diverged or stalled."""
     found = _verdict(run)
+    if found == "too_short":
+        raise Unread("is too short to tell")
     if found not in SOUND | UNSOUND:
         raise Unread(f"is {found}")
     return float(found in SOUND)
@@ -121,7 +125,8 @@ def probe(run: Recorded, *, name: Name, layer: Place = "last", step: Line = "las
     """What the probe batch measured: of a line, `layer` (a block; 0 after the embedding, which only the stream's names
     have and which is their `first`); then of the lines, `step`. A name without layers has no use for `layer`.
 
-    `max` and `min` over the lines pass over those where the number is absent or not finite.
+    `last` is the line of the run's last step; a run that diverged has none. `max` and `min` over the lines pass over those
+    where the number is absent or not finite.
     """
     if name not in run.probe:
         raise Unread(f"no {name} on a probe line: probe_every")
@@ -132,7 +137,13 @@ def probe(run: Recorded, *, name: Name, layer: Place = "last", step: Line = "las
         if not values.size:
             raise Unread(f"{name} is finite on no probe line")
         return float(values.max() if step == "max" else values.min())
-    return _of_line(record[_at(run.probe_step, step, "probe line: probe_every")], name, layer)
+    return _of_line(record[_at(run, run.probe_step, step, "probe line: probe_every")], name, layer)
+
+
+def gain_range(run: Recorded) -> float:
+    """max over blocks of gain_max - min over blocks of gain_min, at the run's last step: how far apart the effective gains
+    (1 + w for the zero-centred norm) of the blocks' norms lie."""
+    return probe(run, name="gain_max", layer="max") - probe(run, name="gain_min", layer="min")
 
 
 def mean_square(run: Recorded, *, layer: Block = "last", per_branch: bool = False) -> float:
@@ -171,15 +182,22 @@ def _verdict(run: Recorded) -> str:
 
 
 def _number(run: Recorded, key: str) -> float:
+    if key in OUTCOMES and _verdict(run) == "diverged":
+        raise Unread("diverged")
     value = (run.summary or {}).get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unread(f"summary.json has no {key}")
     return float(value)
 
 
-def _at(steps: NDArray[np.int64], step: int | str, what: str) -> int:
-    """The row of a step."""
-    rows = np.arange(len(steps)) if step == "last" else np.flatnonzero(steps == step)
+def _at(run: Recorded, steps: NDArray[np.int64], step: int | str, what: str) -> int:
+    """The row of a step. `last` is the run's last, not the last that is recorded: of a run that broke off at step 2 that
+    may be the line before the first."""
+    if step == "last":
+        if _verdict(run) == "diverged":
+            raise Unread("diverged")
+        step = int(_number(run, "steps_done"))
+    rows = np.flatnonzero(steps == step)
     if not rows.size:
         raise Unread(f"step {step} has no {what}")
     return int(rows[-1])
@@ -208,72 +226,13 @@ def _squares(run: Recorded) -> Array:
     """mean(x_l^2) after blocks 1 to N at step 0."""
     if "stream_rms" not in run.probe:
         raise Unread("no stream_rms on a probe line: probe_every")
-    squares: Array = np.square(run.probe["stream_rms"][_at(run.probe_step, 0, "probe line: probe_every")][1:])
+    squares: Array = np.square(run.probe["stream_rms"][_at(run, run.probe_step, 0, "probe line: probe_every")][1:])
     if not squares.size:
         raise Unread("no layer is recorded")
     return squares
 
 
-_STREAM = (mean_square, mean_square_from_one, mean_square_bounds)
+_PROBED = (probe, gain_range, mean_square, mean_square_from_one, mean_square_bounds)
 OBSERVABLES: dict[str, Callable[..., float | str]] = {
-    f.__name__: f for f in (gradient, summary, verdict, below_entropy, loss_or_start, stable, probe, *_STREAM)
+    f.__name__: f for f in (gradient, summary, verdict, below_entropy, loss_or_start, stable, *_PROBED)
 }
-
-# --------------------------------------------------------------------------------------------------------- along an axis
-
-
-def exponent(x: Sequence[Any], y: Array) -> float:
-    """p of y ~ x^p: the least-squares slope of log y on log x."""
-    at = np.asarray(x, dtype=np.float64)
-    if min(at.min(), y.min()) <= 0:
-        raise Unread("an exponent needs numbers above 0")
-    return float(np.polyfit(np.log(at), np.log(y), 1)[0])
-
-
-def mean_above_least(x: Sequence[Any], y: Array) -> float:
-    """mean(y) - min(y): of `loss_or_start` along the learning rates of a grid, the learning rate sensitivity.
-
-    Source: Wortsman et al. 2023, arXiv 2309.14322: E_lr[min(loss(A(lr)), loss at init) - best loss].
-    """
-    return float(y.mean() - y.min())
-
-
-def largest(x: Sequence[Any], y: Array) -> float:
-    """The largest x with y = 1, be there smaller ones without; 0 where there is none. Of `stable` along learning rates,
-    the largest stable one."""
-    return float(max((at for at, value in zip(x, y, strict=True) if value == 1), default=0.0))
-
-
-def best(x: Sequence[Any], y: Array) -> float:
-    """The x of the least y, the smallest of them where several are."""
-    return float(x[int(y.argmin())])
-
-
-def t(x: Sequence[Any], y: Array) -> float:
-    """|mean(y)| / (std(y) / sqrt(n)), std with n - 1: Student's t of paired differences along `seed`.
-
-    Expect a max of the two-sided 95% quantile at n - 1 degrees of freedom where there is to be no difference that n seeds
-    could tell (a min where there is one): 4.303 for n = 3, 3.182 for 4, 2.776 for 5.
-    """
-    return ratio(abs(float(y.mean())), float(y.std(ddof=1)) / sqrt(len(y)))
-
-
-def spread(x: Sequence[Any], y: Array) -> float:
-    """max(y) - min(y)."""
-    return float(y.max() - y.min())
-
-
-def _largest_over_least(x: Sequence[Any], y: Array) -> float:
-    return ratio(float(y.max()), float(y.min()))
-
-
-def _last_over_first(x: Sequence[Any], y: Array) -> float:
-    return ratio(float(y[-1]), float(y[0]))
-
-
-TAKES: dict[str, Callable[[Sequence[Any], Array], float]] = {
-    "max/min": _largest_over_least,
-    "last/first": _last_over_first,
-    **{f.__name__: f for f in (exponent, mean_above_least, largest, best, t, spread)},
-}
-OF_NUMBERS = {"exponent", "largest", "best"}  # which read x itself, not its order alone

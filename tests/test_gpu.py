@@ -79,6 +79,14 @@ def test_gpu_probes_leave_the_run_alone_and_see_no_future(run, precision: str):
         assert record["step"] == 0 or 0 < record["probe"]["model_update"] < 1
 
 
+def test_gpu_the_peak_of_memory_is_that_of_a_run_without_probes(run):
+    """To what the allocator rounds: a probe holds the logits of attention in float64, and copies of all matrices."""
+    words = ["steps=6", "model.depth=4", "model.dim=128", "model.context=64", "batch=32", "accumulate=2", "val_every=0"]
+    plain = run(*words)[1]["peak_memory_bytes"]
+    for every in (1, 3, 100):
+        assert run(*words, f"probe_every={every}")[1]["peak_memory_bytes"] == pytest.approx(plain, rel=0.02)
+
+
 @pytest.mark.case("W07")
 def test_gpu_measures_clips_and_guards_without_synchronising(run, monkeypatch):
     """Between two log steps whatever fetched a number from the device would raise, in the task and in the recorder."""

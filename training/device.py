@@ -55,7 +55,8 @@ def threads(asked: int | None, *, tokens: int, dim: int) -> int:
 
 
 def reset_peak_memory(device: str) -> None:
-    """Let the peak begin anew, since a sweep's jobs share a process. Where that is not possible it stays the process's."""
+    """Let the peak begin anew, after another job of the process or a probe. Where that is not possible (off Linux, or in a
+    sandbox that forbids it) it stays the process's, with all that these took."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):  # Linux alone has it
@@ -63,7 +64,8 @@ def reset_peak_memory(device: str) -> None:
 
 
 def peak_memory(device: str) -> int:
-    """Bytes: the device allocator's peak on CUDA, the process's resident peak elsewhere."""
+    """Bytes: the device allocator's peak on CUDA, the process's resident peak elsewhere, in which what an earlier job or a
+    probe freed can stand on: the C library keeps some of it for later."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     import resource

@@ -18,6 +18,7 @@ from stability.locate import Place
 from stability.records import block_norms, lines, metrics_line
 from stability.verdict import Watch
 from stability.whole import naming, replace
+from training import device as machine
 from training.wandb import Log
 
 Locate = Callable[[int, np.ndarray], Place | None]
@@ -59,6 +60,7 @@ class Recorder:
         self.ends: dict[int, np.ndarray] = {}  # block norms at the first and the latest log step
         self.latest: dict[str, Any] = {}
         self.probed = False  # whether the record has a probe line
+        self.peak_memory = 0  # bytes, of the run up to the latest probe and without what the probes took
         self._pending: list[tuple[int, float, Tensor] | dict[str, Any]] = []
         self._path, self._file = path, path.open("ab", buffering=0)
         self._clock: float | None = None
@@ -166,12 +168,16 @@ class Recorder:
         self.probed = True
 
     @contextmanager
-    def untimed(self, device: torch.device) -> Iterator[None]:
-        """The training clock stands still meanwhile; what the device still has to do of the training counts as such."""
+    def aside(self, device: torch.device) -> Iterator[None]:
+        """What is done within is no part of the run: the training clock stands still, though what the device still has to do
+        of the training counts as such, and the peak of memory begins anew afterwards where it can
+        (`training.device.reset_peak_memory`)."""
         if device.type != "cpu":
             torch.accelerator.synchronize()
+        self.peak_memory = max(self.peak_memory, machine.peak_memory(device.type))
         began = time.perf_counter()
         yield
+        machine.reset_peak_memory(device.type)
         if self._clock is not None:
             self._clock += time.perf_counter() - began
 

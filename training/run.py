@@ -90,7 +90,8 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
         failure = error
         verdict, reason = "failed", _failure(error, parts.directory)
     wall = time.perf_counter() - started + (_earlier(parts.directory) if parts.checkpoint else 0.0)
-    summary = _summary(recorder, facts, verdict, reason, steps, wall, machine.peak_memory(parts.device))
+    memory = max(recorder.peak_memory, machine.peak_memory(parts.device))
+    summary = _summary(recorder, facts, verdict, reason, steps, wall, memory)
     # each whatever becomes of the others; the summary, which says that the run is complete, after the picture
     with ExitStack() as closing:
         closing.callback(_unless_full, lambda: parts.log.finish(summary, code))

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from model.inventory import inventory
+from stability import change
 from stability.change import features, future_leak, matrices, model_update, update_ratio
 from tests.conftest import network
 
@@ -57,3 +58,27 @@ def test_only_batchnorm_sees_the_future(words: list[str]):
     assert torch.equal(torch.rand(2), torch.rand(2, generator=torch.Generator().manual_seed(5)))
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
     assert leak > 1e-2 if words == ["norm=batchnorm"] else leak == 0
+
+
+@pytest.mark.parametrize("words", [["norm=batchnorm"], ["norm=batchnorm", "placement=post", "model.dropout=0.3"]])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_leak_is_that_of_all_logits_and_is_read_row_by_row(monkeypatch, words: list[str], autocast: bool):
+    model, batch = network(*words), windows()
+    tokens = batch[:, :-1]
+    other = torch.cat((tokens[:, :-1], (tokens[:, -1:] + 1) % 11), dim=1)
+    logits = []
+    for given in (tokens, other):
+        with change.as_found(model), torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits.append(model(given)[:, :-1].double())
+    made, linear = [], change.F.linear
+
+    def seen(x, weight, *rest):
+        made.append((*x.shape[:-1], len(weight)))
+        return linear(x, weight, *rest)
+
+    monkeypatch.setattr(change.F, "linear", seen)
+    leak = future_leak(model, batch, autocast=autocast).item()
+    assert leak > 1e-2
+    # a product of fewer rows may add up in another order, and bfloat16 rounds at 2^-8 of a logit
+    assert leak == pytest.approx((logits[1] - logits[0]).abs().max().item(), rel=2e-2 if autocast else 1e-5)
+    assert [shape for shape in made if shape[-1] == 11] == [(7, 11)] * 2 * len(batch)

@@ -53,7 +53,7 @@ PRE = {"against": {"arm": "pre"}, "compare": "ratio"}
         ({**PRE, "against": {"seed": [0, 1]}},
          ".against pairs each run with itself: name an arm, or one value of a param"),
         ({"seeds": "all"}, ".seeds='all' should be 'each' or 'mean'"),
-        ({"seeds": "mean", "along": "seed", "take": "t"}, ".along=seed: seeds=mean leaves one number; leave it out"),
+        ({"seeds": "mean", "along": "seed", "take": "significance"}, ".along=seed: seeds=mean leaves one number; leave it out"),
         ({"along": "model.depth"}, ".take is missing: along needs it"),
         ({"take": "exponent"}, ".along is missing: take needs it"),
         ({**DEPTH, "take": "exponnet"}, ".take='exponnet' is not known; did you mean 'exponent'?"),
@@ -63,13 +63,22 @@ PRE = {"against": {"arm": "pre"}, "compare": "ratio"}
         ({**DEPTH, "take_first": True}, ".take_first=true needs against and along: it says which comes first"),
         ({**DEPTH, "against": {"model.depth": 6}, "compare": "ratio", "take_first": True},
          ".against.model.depth is one value: along=model.depth needs several"),
-        ({"expect": {}}, ".expect is empty: give min, max or both"),
-        ({"expect": {"min": 2, "max": 1}}, ".expect.min=2 is above max=1: no number is both"),
+        ({"expect": {}}, ".expect is empty: give min or above, max or below"),
+        ({"expect": {"min": 2, "max": 1}}, ".expect.min=2 and max=1: no number is both"),
+        ({"expect": {"above": 1, "max": 1}}, ".expect.above=1 and max=1: no number is both"),
+        ({"expect": {"min": 1, "below": 1}}, ".expect.min=1 and below=1: no number is both"),
+        ({"expect": {"above": 1, "below": 1}}, ".expect.above=1 and below=1: no number is both"),
+        ({"expect": {"min": 1, "above": 1}}, ".expect has both min and above: give one of them"),
+        ({"expect": {"max": 1, "below": 2}}, ".expect has both max and below: give one of them"),
         ({"expect": {"mn": 2}}, ".expect.mn is no key of a claim; did you mean 'min'?"),
+        ({"expect": {"belw": 2}}, ".expect.belw is no key of a claim; did you mean 'below'?"),
+        ({"tolerance": 2}, ".tolerance=2 should be a valid string"),
         ({"expect": {"min": "2"}}, ".expect.min='2' should be a valid number"),
         ({"expect": {"max": math.inf}}, ".expect.max=inf should be a finite number"),
-        ({"expect": {"is": "stable"}}, ".expect.is='stable': below_entropy is a number: give min, max or both"),
-        ({"observe": "verdict"}, ".expect: a verdict is a word: give `is`, and neither min nor max"),
+        ({"expect": {"is": "stable"}}, ".expect.is='stable': below_entropy is a number: give min or above, max or below"),
+        ({"observe": "verdict"}, ".expect: a verdict is a word: give `is`, and nothing else"),
+        ({"observe": "verdict", "expect": {"is": "stable", "above": 0}},
+         ".expect: a verdict is a word: give `is`, and nothing else"),
         ({"observe": "verdict", "expect": {}}, ".expect is empty: give is"),
         ({"observe": "verdict", "expect": {"is": "staled"}}, ".expect.is='staled' is not known; did you mean 'stalled'?"),
         ({"observe": "verdict", "expect": {"is": "stable"}, "seeds": "mean"},
@@ -100,10 +109,22 @@ def test_the_numbers_of_a_summary_are_those_that_a_run_writes():
 @pytest.mark.parametrize(
     "expect, words",
     [({"max": 1.8}, "<= 1.8"), ({"min": 1e-4}, ">= 0.0001"), ({"min": -0.57, "max": -0.33}, "-0.57 to -0.33"),
-     ({"min": 1, "max": 1}, "1")],
+     ({"min": 1, "max": 1}, "1"), ({"above": 0}, "> 0"), ({"below": 0.06}, "< 0.06"),
+     ({"above": -0.06, "below": 0.06}, "> -0.06 and < 0.06"), ({"min": 0, "below": 1}, ">= 0 and < 1"),
+     ({"above": 0, "max": 1}, "> 0 and <= 1")],
 )  # fmt: skip
 def test_what_is_expected_in_words(expect: dict[str, float], words: str):
     (one,) = parse({"x": claim(expect=expect)}, arms=ARMS, params=PARAMS, scales=SCALES).values()
     assert expected(one) == words
     verdict = claim(observe="verdict", expect={"is": "stalled"})
     assert expected(parse({"x": verdict}, arms=ARMS, params=PARAMS, scales=SCALES)["x"]) == "stalled"
+
+
+@pytest.mark.parametrize(
+    "expect, held",
+    [({"min": 1}, [1, 2]), ({"above": 1}, [2]), ({"max": 1}, [0, 1]), ({"below": 1}, [0]),
+     ({"min": 0, "below": 1}, [0]), ({"above": 0, "max": 1}, [1])],
+)  # fmt: skip
+def test_min_and_max_are_included_above_and_below_are_not(expect: dict[str, float], held: list[int]):
+    (one,) = parse({"x": claim(expect=expect)}, arms=ARMS, params=PARAMS, scales=SCALES).values()
+    assert [number for number in (0, 1, 2) if one.expect.holds(number)] == held

@@ -16,9 +16,11 @@ from tests.stability.test_claims import ARMS, PARAMS, SCALES, claim
 from tests.stability.test_observables import Stub, run
 
 
-def judged(cases: list[Case], scale: str = "laptop", **words: Any) -> Judged:
+def judged(
+    cases: list[Case], scale: str = "laptop", values: dict[str, list[Any]] | None = None, **words: Any
+) -> Judged:
     claims = parse({"x": claim(**words)}, arms=ARMS, params=PARAMS, scales=SCALES)
-    return judge(claims, cases, scale)[0]
+    return judge(claims, cases, scale, values=values)[0]
 
 
 def cases(losses: dict[tuple[str, int, int], float | None]) -> list[Case]:
@@ -81,8 +83,10 @@ def test_an_axis_leaves_one_number_for_what_differs_otherwise():
     slopes = judged(cases(GRID), **words, take="exponent")
     want = {"post seed=0": 1, "pre seed=0": 1, "post seed=1": math.log(25 / 7, 4), "pre seed=1": math.log(13 / 4, 4)}
     assert slopes.verdict == "holds" and dict(slopes.numbers) == pytest.approx(want)
-    t = judged(cases(GRID), **LOSS, of={"arm": "post", "model.depth": 6}, along="seed", take="t", expect={"max": 14})
-    assert t.numbers == [("post depth=6", pytest.approx(13))]  # 6, 7: mean 6.5, std sqrt(1/2)
+    seeds = {"of": {"arm": "post", "model.depth": 6}, "along": "seed", "expect": {"max": 14}}
+    t = judged(cases(GRID), **LOSS, **seeds, take="significance")
+    assert t.numbers == [("post depth=6", pytest.approx(13 / 12.706))]  # 6, 7: mean 6.5, std sqrt(1/2)
+    assert judged(cases(GRID), **LOSS, **seeds, take="mean").numbers == [("post depth=6", 6.5)]
 
 
 def test_what_does_not_commute_is_taken_first_where_asked():
@@ -132,7 +136,8 @@ def test_a_partner_that_is_missing_leaves_the_pair_undecided():
 
 def test_a_diverged_run_without_a_final_loss_is_undecided_but_has_a_start():
     one = [Case("pre", {"seed": 0}, run(None, "diverged"))]
-    assert judged(one).reason == "pre seed=0: summary.json has no final_loss"
+    assert judged(one).reason == "pre seed=0: diverged"
+    assert judged([Case("pre", {"seed": 0}, run(None))]).reason == "pre seed=0: summary.json has no final_loss"
     assert judged(one, observe="loss_or_start").numbers == [("pre seed=0", 5)]
     assert judged(one, observe="verdict", expect={"is": "stable"}).verdict == "fails"
     nan = judged([Case("pre", {}, Stub())], observe="probe", knobs={"name": "logit_max"}, expect={"max": 1})
@@ -154,6 +159,41 @@ def test_a_value_that_the_scale_does_not_run_leaves_it_undecided():
     axis = judged(cases({("pre", 6, 0): 2.0}), along="model.depth", take="max/min")
     assert axis.reason == "pre seed=0: fewer than 2 values of model.depth"
     assert judged([]).reason == "no run is what `of` names"
+
+
+def test_a_part_of_an_axis_is_not_judged_as_the_whole():
+    values = {"model.depth": [6, 12, 24], "seed": [0, 1]}
+    words = {
+        **LOSS,
+        "of": {"arm": "post", "seed": 0},
+        "along": "model.depth",
+        "take": "exponent",
+        "expect": {"min": 0.9},
+    }
+    whole, part = cases(GRID), [case for case in cases(GRID) if case.params["model.depth"] != 12]
+    assert judged(whole, values=values, **words).verdict == judged(part, **words).verdict == "holds"
+    open_ = judged(part, values=values, **words)
+    said = "post seed=0: 2 of 3 values of model.depth were run"
+    assert (open_.verdict, open_.numbers, open_.reason) == ("undecided", [], said)
+    assert judged(part, values=values, **words | {"expect": {"max": 0}}).verdict == "undecided"  # nor broken by it
+    more = [*whole, *cases({("post", 7, 0): 7.0})]
+    assert judged(more, values=values, **words).verdict == "holds"
+    typed = cases({("post", depth, 0): float(depth) for depth in (2, 3, 4)})
+    assert judged(typed, values=values, **words).reason == "post seed=0: 0 of 3 values of model.depth were run"
+    words["of"] = {"arm": "post", "model.depth": [6, 24]}  # all that the claim asks for
+    assert judged(part, values=values, **words).verdict == "holds"
+    one = [case for case in whole if case.params["seed"] == 0]
+    words = {**LOSS, "of": {"arm": "pre", "model.depth": 6}, "along": "seed", "take": "mean"}
+    assert judged(one, values=values, **words).reason == "pre depth=6: 1 of 2 values of seed were run"
+
+
+@pytest.mark.parametrize("narrow", ARMS)
+def test_both_sides_need_the_whole_axis_where_it_is_taken_first(narrow: str):
+    part = [case for case in cases(GRID) if case.arm != narrow or case.params["model.depth"] != 12]
+    words = {**LOSS, "of": {"arm": "post", "seed": 0}, "against": {"arm": "pre"}, "compare": "ratio"}
+    words |= {"along": "model.depth", "take": "max/min", "take_first": True}
+    found = judged(part, values={"model.depth": [6, 12, 24]}, **words)
+    assert found.verdict == "undecided" and f"{narrow} seed=0: 2 of 3 values of model.depth were run" in found.reason
 
 
 def test_another_scale_is_not_judged():
@@ -202,7 +242,15 @@ def several() -> list[Judged]:
     some = [*cases(GRID), Case("pre", {"model.depth": 6, "seed": 2}, None)]
     raw = {
         "holds": claim(says=words, source=source, **LOSS, of={"arm": "pre", "seed": [0, 1]}, expect={"min": 3}),
-        "fails": claim(says=words, source=source, **LOSS, of={"arm": "post"}, expect={"min": 0.3, "max": 20}),
+        "fails": claim(
+            says=words,
+            source=source,
+            **LOSS,
+            of={"arm": "post"},
+            expect={"min": 0.3, "max": 20},
+            note="why not",
+            tolerance="measured on 2 seeds",
+        ),
         "undecided": claim(says=words, source=source, **LOSS, of={"arm": "pre"}, expect={"min": 3}),
         "not_judged": claim(says=words, source=source, scales=["gpu"]),
         "word": claim(observe="verdict", of={"arm": "post"}, expect={"is": "stable"}),
@@ -230,6 +278,7 @@ def test_the_file_holds_everything_and_is_strict(tmp_path: Path):
     assert fails["verdict"] == "fails" and fails["expected"] == "0.3 to 20" and fails["observe"] == "summary"
     assert fails["numbers"][-1] == {"of": "post depth=24 seed=1", "value": 25, "holds": False}
     assert len(fails["numbers"]) == 6 and fails["found"] == "6 to 25 (4 of 6 hold)"
+    assert (fails["note"], fails["tolerance"]) == ("why not", "measured on 2 seeds")
     assert content["claims"]["word"]["expect"] == {"is": "stable"}
     undecided = content["claims"]["undecided"]
     assert undecided["reason"] == "pre depth=6 seed=2: has not run" and len(undecided["numbers"]) == 6

@@ -5,13 +5,17 @@ import signal
 
 import numpy as np
 import pytest
+import torch
 
 from scripts import probe
 from stability.records import metrics_line
 from tests.conftest import SMALL
 from tests.training.test_run import Kick, poisoned
+from training import device as machine
+from training import probing
 from training import run as run_module
 from training.probing import values
+from training.recorder import Recorder
 
 WORDS = ["steps=11", "model.dropout=0.1", "accumulate=2", "val_every=6", "save_every=5"]
 CASES = [
@@ -149,3 +153,36 @@ def test_a_run_that_diverges_by_its_loss_ends_no_sooner_for_being_watched(run):
     assert summary["verdict"] == "diverged" and summary["skipped_steps"] == 0
     _, watched = run(*words, "probe_every=7")
     assert [line for line in text(watched) if '"probe"' not in line] == text(summary)
+
+
+def test_what_a_probe_takes_is_no_part_of_the_peak(run, monkeypatch):
+    """Of a device that training takes 100 of, and 170 at step 4, a probe 1,000, and what is held between them 50."""
+    peak = [0]
+
+    def take(original, bytes_of):
+        def taking(*args, **words):
+            peak[0] = max(peak[0], bytes_of(*args))
+            return original(*args, **words)
+
+        return taking
+
+    monkeypatch.setattr(machine, "peak_memory", lambda _: peak[0])
+    monkeypatch.setattr(machine, "reset_peak_memory", lambda _: peak.__setitem__(0, 50))
+    monkeypatch.setattr(Recorder, "step", take(Recorder.step, lambda _, step, *__: 170 if step == 4 else 100))
+    for name in ("trace", "features", "future_leak", "model_update", "update_ratio"):
+        monkeypatch.setattr(probing, name, take(getattr(probing, name), lambda *_: 1000))
+    for every in ("1", "3", "100"):
+        assert run(*WORDS, f"probe_every={every}")[1]["peak_memory_bytes"] == 170
+
+
+def test_the_peak_of_a_cpu_begins_anew():
+    try:
+        machine.Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pytest.skip("no peak that can be set back")
+    machine.reset_peak_memory("cpu")
+    before, large = machine.peak_memory("cpu"), torch.ones(25 * 2**20)  # 100 MiB
+    assert machine.peak_memory("cpu") > before + 90 * 2**20
+    del large
+    machine.reset_peak_memory("cpu")
+    assert machine.peak_memory("cpu") < before + 50 * 2**20
