@@ -75,6 +75,8 @@ ANSWERS = {
     "norm.groups=3": ["norm.groups", "norm=group_rmsnorm"],
     "norm=": ["norm=", "rmsnorm"],
     "~norm": ["norm has no choice", "rmsnorm"],
+    "~logger": ["logger has no choice", "wandb"],
+    "hydra/launcher=nope": ["hydra/launcher=nope is no choice of hydra/launcher; choose from basic"],
     "norm=null": ["name of one of its choices"],
     "seed=99999999999999999999": ["seed", "less than"],
     "+recipe.x=1": ["recipe.x", "no knobs"],
