@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
@@ -26,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from conf import resume
-from conf.check import check, check_hydra, check_network
+from conf.check import check, check_hydra, check_network, unlisted
 from conf.explain import explain, own_words, where
 from conf.help import text as help_text
 from conf.output import guarded, logged
@@ -312,12 +313,12 @@ def _run() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise them here, not print them with advice
     try:
         with Signals() as signals, signals.at_once():
-            sys.argv[1:] = resume.as_overrides(sys.argv[1:])
+            sys.argv[1:] = unlisted(resume.as_overrides(sys.argv[1:]))
             check_hydra(sys.argv[1:])
             job()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED if end.code else 0
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         return _usage(explain(error))
     except OSError as error:
         return _usage(where(error))

@@ -5,6 +5,7 @@ one line that names the full key, what was found, and the nearest known name.
 """
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from conf.help import choices
 from conf.schema import AXES, SCALARS
 
 NEED_TORCH = ("norm", "residual", "init", "ffn", "position")
@@ -36,12 +38,14 @@ def check(cfg: DictConfig) -> dict[str, Any]:
     if unknown := sorted(set(map(str, cfg)) - set(SCALARS) - set(AXES) - {"study"}):
         raise ValueError(f"{unknown[0]!r} is no key of the config; {nearest(unknown[0], [*SCALARS, *AXES])}")
     if cfg.get("study") is not None:
-        raise ValueError("a study is a sweep: leave out hydra.mode")
+        raise ValueError("a study is a sweep of its own: it can be no job of another, and no single run")
     plain: dict[str, Any] = {key: _resolve(cfg, key) for key in map(str, cfg) if key != "study"}
     for key, scalar in SCALARS.items():
         _fit(key, plain[key], scalar.metadata["kind"])
     for axis in AXES:
         node = plain.get(axis)
+        if node is None and axis != "recipe":
+            raise ValueError(f"{axis} has no choice: {axis}= one of {', '.join(choices(axis))}")
         if node is not None and not isinstance(node, dict):
             raise ValueError(f"{axis}={node!r} is none of its choices")
         if axis not in NEED_TORCH:
@@ -49,10 +53,25 @@ def check(cfg: DictConfig) -> dict[str, Any]:
     return plain
 
 
+def unlisted(words: list[str]) -> list[str]:
+    """Of a study's command line: `seed=[0,1]` as `seed=0,1`. No scalar takes a list, and Hydra refuses one before it is known
+    that `seed` is a param."""
+    if not any(word.startswith("study=") for word in words):
+        return words
+    found = [re.fullmatch(r"(\w+)=\[(.+)\]", word) for word in words]
+    return [f"{m[1]}={m[2]}" if m and m[1] in SCALARS else word for m, word in zip(found, words, strict=True)]
+
+
 def check_hydra(words: list[str]) -> None:
-    """ValueError for `+hydra.KEY=...` where Hydra has no such key: it would take it, and never look at it."""
+    """ValueError for `+hydra.KEY=...` where Hydra has no such key: it would take it, and never look at it. And for a study
+    that is no one file of those to choose from."""
     schema = OmegaConf.structured(HydraConf)
     for word in words:
+        if found := re.fullmatch(r"\+*study=(.*)", word):
+            if re.search(r"[,(\[]", found[1]):
+                raise ValueError(f"{word}: one study at a time")
+            if found[1].startswith("_"):
+                raise ValueError(f"{word} is no choice of study; choose from {', '.join(choices('study'))}")
         path = word.partition("=")[0].lstrip("+").split(".")
         if path == ["hydra", "job", "chdir"] and word.partition("=")[2].lower() != "false":
             raise ValueError("hydra.job.chdir: a run stays in the working directory; its own is hydra.run.dir")

@@ -1,8 +1,9 @@
-"""Hydra's and OmegaConf's answers to a bad command line, as one line that names the key and the way out."""
+"""Hydra's, OmegaConf's and YAML's answers to a bad command line, as one line that names the key and the way out."""
 
 import re
 from difflib import get_close_matches
 
+import yaml
 from hydra.errors import InstantiationException, OverrideParseException
 from omegaconf import OmegaConf
 
@@ -12,12 +13,15 @@ from conf.schema import AXES, SCALARS
 
 
 def explain(error: Exception) -> str:
-    """One line for an error of Hydra or OmegaConf; its own first line where the kind is not known."""
+    """One line for an error of Hydra, OmegaConf or YAML; its own first line where the kind is not known."""
     text = _whole(error)
-    if found := re.search(r"Could not find '(\w+)/([^']*)'", text):
+    if isinstance(error, yaml.YAMLError):
+        return _misspelt(error)
+    if found := re.search(r"Could not find '([\w/]+)/([^'/]*)'", text):
         axis, choice = found.groups()
-        known = choices(axis)
-        near = get_close_matches(choice, known, n=len(known), cutoff=0.4)
+        # as Hydra lists them: with those of --config-dir, and of its own groups those that are installed
+        known = [name for name in re.findall(r"^\t(\S+)$", text, re.MULTILINE) if not name.startswith("_")]
+        near = get_close_matches(choice, known, n=max(1, len(known)), cutoff=0.4)
         ordered = near + [name for name in known if name not in near]
         return f"{axis}={choice} is no choice of {axis}; choose from {', '.join(ordered)}"
     if found := re.search(r"Interpolation key 'hydra\.runtime\.choices\.(\w+)'", text):
@@ -51,6 +55,14 @@ def where(error: OSError) -> str:
     if error.filename is None:
         raise error
     return f"{error.filename}: {error.strerror}; hydra.run.dir or hydra.sweep.dir names another place"
+
+
+def _misspelt(error: yaml.YAMLError) -> str:
+    """A file that is no YAML: the place of it, where YAML says one."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return f"{mark.name}, line {mark.line + 1}: {getattr(error, 'problem', None) or 'no YAML'}"
 
 
 def _whole(error: BaseException) -> str:

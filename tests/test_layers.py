@@ -12,7 +12,7 @@ MAY = {  # layer -> what of the house it may import, and which large libraries i
     "data": ({"data"}, {"lightning", "hydra", "omegaconf", "wandb"}),
     "stability": ({"stability", "model"}, {"lightning", "hydra", "omegaconf", "datasets", "tokenizers", "wandb"}),
     "training": ({"training", "stability", "model", "data"}, {"hydra", "omegaconf", "datasets"}),
-    "conf": ({"conf"}, {"lightning", "datasets", "tokenizers", "wandb", "torch"}),
+    "conf": ({"conf", "stability"}, {"lightning", "datasets", "tokenizers", "wandb", "torch"}),
 }
 FILES = sorted(path for layer in MAY for path in (ROOT / layer).rglob("*.py"))
 

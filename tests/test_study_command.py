@@ -1,7 +1,6 @@
 """A study as a user writes one: a YAML file in a folder of his own, one command, and no code."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -145,25 +144,51 @@ def test_a_study_that_was_stopped_goes_on(folder: Path):
     assert len(claims(folder, "runs/study/mine-laptop")) == 2
 
 
-@pytest.mark.parametrize(("word", "said"), [
-    ("study.claims.none_diverges.observe=verdikt", "study.claims.none_diverges.observe"),
-    ("study.claims.none_diverges.of.arm=nobody", "study.claims.none_diverges.of"),
-    ("study.scale=gpu", "study.scale=gpu: this study knows laptop"),
-    ("placement=pre", "placement is set by the arms of this study (pre, post, none): leave it out"),
-    ("study.question=null", "study.question"),
-    ("modle.depth=3", "modle.depth is no key of the config; did you mean 'model'?"),
-    ("hydra.mode=RUN", "a study is a sweep: leave out hydra.mode"),
+@pytest.mark.parametrize(("words", "said"), [
+    (["study.claims.none_diverges.observe=verdikt"], "study.claims.none_diverges.observe"),
+    (["study.scale=gpu"], "study.scale=gpu: this study knows laptop"),
+    (["placement=pre"], "placement is set by the arms of this study (pre, post, none): leave it out"),
+    (["study.question=null"], "study.question is missing"),
+    (["modle.depth=3"], "modle.depth is no key of the config; did you mean 'model'?"),
+    (["hydra.mode=RUN"], "a study is a sweep: leave out hydra.mode"),
+    (["hydra/sweeper=basic"], "hydra/sweeper=basic: a study has a sweeper of its own: leave it out"),
+    (["hydra/sweeper=nope"], "hydra/sweeper=nope is no choice of hydra/sweeper; choose from basic, study"),
+    (["-m", "study=mine,more"], "study=mine,more: one study at a time"),
+    (["study=mien"], "study=mien is no choice of study; choose from mine, "),
+    (["study=bare"], "study=bare: its file must begin with defaults: [_base, _self_]"),
+    (["study=bare", "-m"], "study=bare: its file must begin with defaults: [_base, _self_]"),
+    (["study=broken"], "conf/study/broken.yaml, line 2: found duplicate key question"),
+    (["study.arms.pre=[ffn swiglu]"], "study.arms.pre[0]='ffn swiglu' cannot be read as KEY=VALUE"),
+    (["study.arms.pre=['ffn=swigluu']"], "ffn=swigluu is no choice of ffn"),
+    (["~logger"], "~logger: a study sets keys and deletes none"),
 ])  # fmt: skip
-def test_what_is_wrong_is_said_before_the_first_run(folder: Path, word: str, said: str):
-    code, out, errors = run(folder, "study=mine", word)
+def test_what_is_wrong_is_said_before_the_first_run(folder: Path, words: list[str], said: str):
+    (folder / "conf/study/bare.yaml").write_text("")
+    (folder / "conf/study/broken.yaml").write_text("question: a\nquestion: b\n")
+    code, out, errors = run(folder, *([] if "study=" in str(words) else ["study=mine"]), *words)
     assert code == 2 and errors.startswith("normlab: ") and said in errors, out + errors
-    assert errors.count("\n") == 1 and not list((folder / "runs").rglob("metrics.jsonl"))
+    assert errors.count("\n") == 1 and not (folder / "runs").exists()
+
+
+def test_a_study_of_a_shipped_ones_name_is_refused(folder: Path):
+    """Hydra reads the shipped one, and never looks at his."""
+    (folder / "conf/study/warmup.yaml").write_text(MINE)
+    code, out, errors = run(folder, "study=warmup")
+    assert code == 2 and errors.startswith(f"normlab: {folder}/conf/study/warmup.yaml would not be read: "), (
+        out + errors
+    )
+
+
+def test_a_directory_may_have_an_apostrophe(folder: Path):
+    words = ["steps=1", "probe_every=0", "seed=[0,1]", "study.claims=null"]
+    code, out, errors = run(folder, "study=mine", *words, "hydra.sweep.dir='it\\'s'")
+    assert code == 0, out + errors
+    assert len(list((folder / "it's").glob("*_seed=*/metrics.jsonl"))) == 6
 
 
 def test_help_lists_the_studies(folder: Path):
     code, said, _ = run(folder, "--help")
     assert code == 0 and "post_vs_pre" in said and "_base" not in said
-    assert os.linesep in said
 
 
 @pytest.mark.slow
