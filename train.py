@@ -303,7 +303,7 @@ def _end(sweep: Sweep, *, whole: bool) -> int:
         for job, row in zip(sweep.points, rows, strict=True)
     ]
     claims = parse(study.claims, arms=study.arms, params=study.everywhere(), scales=study.scales)
-    about = {"question": study.question, "scale": study.scale, "words": sweep.typed}
+    about = {"study": sweep.name, "question": study.question, "scale": study.scale, "words": sweep.typed}
     conclude(directory, points, claims, about, values=study.values(), draw=study.draw)
     return 0 if verdicts <= jobs.JUDGED else FAILED  # to diverge is an answer to the question
 

@@ -31,6 +31,7 @@ class Sweep:
     jobs: list[list[str]] | None
     texts: dict[str, Any] = field(default_factory=dict)  # what its jobs have read: a text is read once
     typed: list[str] = field(default_factory=list)  # the command line's overrides, Hydra's own apart
+    name: str = ""  # of the study
     study: Study | None = None
     points: list[Job] = field(default_factory=list)
     ran: dict[int, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
@@ -66,7 +67,8 @@ def study_of(config: DictConfig) -> Sweep:
     parse(study.claims, arms=study.arms, params=study.everywhere(), scales=study.scales)
     points, typed = study.jobs(_typed(config)), list(config.hydra.overrides.task)
     words = [job.words for job in points]
-    return Sweep(Path(config.hydra.sweep.dir), words, typed=typed, study=study, points=points)
+    name = config.hydra.runtime.choices.study
+    return Sweep(Path(config.hydra.sweep.dir), words, typed=typed, name=name, study=study, points=points)
 
 
 def check_command(config: DictConfig) -> None:

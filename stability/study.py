@@ -35,7 +35,7 @@ def conclude(
 ) -> None:
     """Write `claims.json` and `report.png` into the study's `directory`, and show the table of claims.
 
-    `about`: question, scale, and the words of the command. `values`: the params as the study has them, of which a command
+    `about`: study, question, scale, and the words of the command. `values`: the params as the study has them, of which a command
     may run fewer. `draw`: which runs the picture shows, as in `Study.draw`; the first of all where it chooses none.
     """
     runs = [read(point.directory) if point.done else None for point in points]
