@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf.help import choices
 from tests.conftest import ROOT, SMALL, environment
 
 MINE = """\
@@ -193,19 +192,24 @@ def test_help_lists_the_studies(folder: Path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", choices("study"))
-def test_each_shipped_study_runs_to_its_claims(folder: Path, name: str):
-    """On tiny networks, of which no claim is true: that every run is made, read and judged."""
+@pytest.mark.parametrize("words", [
+    ["study=rank_collapse", "model.depth=4"],
+    ["study=model_update", "model.depth=2,4"],
+    ["study=zero_init", "steps=12"],
+    ["study=lr_sensitivity", "steps=12", "optimizer.lr=1e-3,1e-1"],
+], ids=lambda words: words[0])  # fmt: skip
+def test_a_shipped_study_runs_to_its_claims(folder: Path, words: list[str]):
+    """On tiny networks, of which no claim need be true: what its claims read is in the records of its runs."""
     small = [word for word in SMALL if not word.startswith("model.depth")]
-    words = ["data=synthetic", "data.tokens=20000", "data.val_windows=4", "steps=12", "batch=4", "accumulate=1", *small]
-    depth = {"deepnorm_ablation": [], "post_vs_pre": ["model.depth=6,24"]}.get(name, ["model.depth=4"])
-    code, said, errors = run(folder, f"study={name}", "seed=0,1", *words, *depth, "schedule.warmup=0")
+    small += ["data=synthetic", "data.tokens=20000", "data.val_windows=4", "batch=4", "seed=0"]
+    code, said, errors = run(folder, *words, *small)
     assert code == 0, said + errors
-    found = claims(folder, f"runs/study/{name}-laptop")
-    assert found and {claim["verdict"] for claim in found.values()} <= {"holds", "fails", "undecided", "not judged"}
-    assert (folder / f"runs/study/{name}-laptop/report.png").is_file()
-    unread = [claim["reason"] for claim in found.values() if claim["verdict"] == "undecided"]
-    assert all("is not run at scale" in reason for reason in unread), unread
+    (directory,) = (folder / "runs/study").iterdir()
+    found = claims(folder, f"runs/study/{directory.name}")
+    assert found and (directory / "report.png").is_file()
+    narrowed = ("is not run at scale", "values of")  # the command line has left out what these claims need
+    open_ = {name: claim["reason"] for name, claim in found.items() if claim["verdict"] == "undecided"}
+    assert all(any(word in reason for word in narrowed) for reason in open_.values()), open_
 
 
 @pytest.mark.slow
