@@ -262,7 +262,7 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
             replace(directory / "summary.json", document(summary))
             replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
         if code in (REFUSED, FAILED):
-            for place in (log, sys.stderr):
+            for place in (log,) if study else (log, sys.stderr):  # a study's line, below, says it
                 print(f"normlab: job {number} {summary['verdict']}: {summary['reason']}", file=place, flush=True)
     if study:
         print(f"  {jobs.told(summary)}", flush=True)

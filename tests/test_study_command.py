@@ -124,6 +124,20 @@ def test_a_study_and_a_claim_need_a_file_each(folder: Path):
 
 
 @pytest.mark.timeout(300)
+def test_runs_of_other_words_are_not_judged(folder: Path):
+    """What a directory holds of another command is refused, and no claim is said to hold of it."""
+    assert run(folder, "study=mine")[0] == 0
+    for forced in ([], ["resume_force=true"]):
+        code, said, errors = run(folder, "study=mine", "model.context=16", *forced)
+        assert code == 1, said + errors
+        assert said.count("  refused: resume=") == 6 and "6 of 6 runs have no result" in said
+        found = claims(folder, "runs/study/mine-laptop")
+        assert {claim["verdict"] for claim in found.values()} == {"undecided"}
+    assert run(folder, "study=mine")[0] == 0
+    assert claims(folder, "runs/study/mine-laptop")["none_diverges"]["verdict"] == "holds"
+
+
+@pytest.mark.timeout(300)
 def test_a_study_that_was_stopped_goes_on(folder: Path):
     process = subprocess.Popen(
         command(folder, "study=mine"), cwd=folder, env=environment(folder / "cache"), stdout=subprocess.PIPE,

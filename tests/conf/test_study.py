@@ -66,6 +66,22 @@ def test_every_run_of_a_study_is_one_that_train_would_start(name: str, scale: st
     assert seen == set(found.arms)
 
 
+@pytest.mark.parametrize(("name", "scale"), every_scale())
+def test_every_size_of_a_study_judges_and_draws(name: str, scale: str):
+    """Some claim is judged there, on runs that are made there; and the picture has runs."""
+    found, all_jobs = shipped(name, scale)
+    runs = [{"arm": job.arm, **job.params} for job in all_jobs]
+
+    def chosen(selection: dict[str, Any]) -> list[dict[str, Any]]:
+        listed = {key: value if isinstance(value, list) else [value] for key, value in selection.items()}
+        return [run for run in runs if all(run.get(key, values[0]) in values for key, values in listed.items())]
+
+    claims = parse(found.claims, arms=found.arms, params=found.everywhere(), scales=found.scales)
+    judged = [claim for claim in claims.values() if scale in (claim.scales or [scale])]
+    assert judged and all(chosen(claim.of) and chosen(claim.against or {}) for claim in judged)
+    assert 1 <= len(chosen(found.draw)) <= 16
+
+
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_has_both_sizes_and_says_what_it_costs(name: str):
     found, _ = shipped(name, "laptop")
