@@ -126,7 +126,7 @@ def probe(run: Recorded, *, name: Name, layer: Place = "last", step: Line = "las
     have and which is their `first`); then of the lines, `step`. A name without layers has no use for `layer`.
 
     `last` is the line of the run's last step; a run that diverged has none. `max` and `min` over the lines pass over those
-    where the number is absent or not finite.
+    where the number is absent or not finite, and are of a run that diverged those of its lines up to there.
     """
     if name not in run.probe:
         raise Unread(f"no {name} on a probe line: probe_every")
