@@ -123,6 +123,7 @@ def test_a_study_and_a_claim_need_a_file_each(folder: Path):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_runs_of_other_words_are_not_judged(folder: Path):
     """What a directory holds of another command is refused, and no claim is said to hold of it."""
@@ -137,6 +138,7 @@ def test_runs_of_other_words_are_not_judged(folder: Path):
     assert claims(folder, "runs/study/mine-laptop")["none_diverges"]["verdict"] == "holds"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_study_that_was_stopped_goes_on(folder: Path):
     process = subprocess.Popen(
@@ -192,6 +194,7 @@ def test_a_study_of_a_shipped_ones_name_is_refused(folder: Path):
     )
 
 
+@pytest.mark.slow
 def test_a_directory_may_have_an_apostrophe(folder: Path):
     words = ["steps=1", "probe_every=0", "seed=[0,1]", "study.claims=null"]
     code, out, errors = run(folder, "study=mine", *words, "hydra.sweep.dir='it\\'s'")

@@ -51,8 +51,7 @@ def test_a_run_does_not_know_that_it_is_watched(run, words: list[str]):
         assert "nonfinite" not in record and not {"grad_norm", "ffn_skip_rms"} & seen.keys()
 
 
-@pytest.mark.parametrize("words", CASES, ids=lambda words: words[0])
-@pytest.mark.parametrize("stop", [2, 3, 7])
+@pytest.mark.parametrize(("words", "stop"), list(zip(CASES, [2, 3, 7, 3], strict=True)), ids=str)
 def test_a_resume_has_the_same_probes(run, monkeypatch, words: list[str], stop: int):
     """Broken off before the first probe after a step, on one, and between two."""
     words = [*WORDS, *words, "probe_every=3"]
