@@ -236,4 +236,5 @@ def test_a_shipped_study_comes_to_its_answer(folder: Path):
     code, said, errors = run(folder, "study=warmup", "seed=0")
     assert code == 0, said + errors
     found = claims(folder, "runs/study/warmup-laptop")
-    assert {claim["verdict"] for claim in found.values()} == {"holds"}, {k: v["found"] for k, v in found.items()}
+    answers = {name: claim["verdict"] for name, claim in found.items() if claim["verdict"] != "not judged"}
+    assert len(answers) == 3 and set(answers.values()) == {"holds"}, {k: v["found"] for k, v in found.items()}
