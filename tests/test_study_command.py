@@ -88,6 +88,7 @@ def claims(folder: Path, name: str) -> dict[str, dict]:
     return json.loads((folder / name / "claims.json").read_text())["claims"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_study_and_a_claim_need_a_file_each(folder: Path):
     code, said, errors = run(folder, "study=mine")

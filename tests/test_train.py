@@ -160,6 +160,7 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path):
     assert [row["verdict"] for row in rows] == ["interrupted", "not_started", "not_started"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["run/.lock", "*.lock"], ids=["while importing", "while preparing the text"])
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_before_the_first_step_is_recorded_and_the_run_starts_when_resumed(
@@ -296,6 +297,7 @@ def test_a_sweep_is_not_resumed_as_a_run(tmp_path: Path):
     )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_when_nobody_listens(tmp_path: Path):
     """`| head -1`, and a disk without room for what is printed."""
     words = f"{sys.executable} {ROOT / 'train.py'} {' '.join(WORDS)} steps=30 logger=none"

@@ -333,6 +333,7 @@ def test_an_offline_run_opens_no_connection(tmp_path, silent):
     assert run.exit_code == 0 and len(run.history) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.case("W04 wandb/wandb#9865, wandb/wandb#8003")
 @pytest.mark.parametrize("answers", ["refuses", "is silent"])
 def test_a_server_that_cannot_be_reached_costs_seconds_and_no_run(tmp_path, silent, answers: str):
