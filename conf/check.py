@@ -8,7 +8,6 @@ import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from hydra.conf import HydraConf
@@ -20,16 +19,15 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from conf.help import choices
 from conf.schema import AXES, SCALARS
+from stability import observables
 
 NEED_TORCH = ("norm", "residual", "init", "ffn", "position")
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean X?`, or the known names where none is near."""
-    known = sorted(known)
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    """The same of names in whatever order, sorted."""
+    return observables.nearest(name, sorted(known))
 
 
 def check(cfg: DictConfig) -> dict[str, Any]:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from stability.records import Run, label, read
+from stability.label import label
+from stability.records import Run, read
 from stability.report import draw_run, draw_runs
 
 DESCRIPTION = """\

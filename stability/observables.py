@@ -44,7 +44,7 @@ class Recorded(Protocol):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`did you mean X?`, or the known names where none is near; as in `conf.check`, which this layer may not import."""
+    """`did you mean X?`, or the known names where none is near."""
     known = list(known)
     near = get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

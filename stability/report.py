@@ -15,6 +15,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from stability.deep_panels import draw_starts, extremes_panel, starts, stream_panel
+from stability.label import label
 from stability.panel import (
     BLACK,
     BLUE,
@@ -35,7 +36,7 @@ from stability.panel import (
     positive,
     save,
 )
-from stability.records import Array, Run, label
+from stability.records import Array, Run
 
 VERDICTS = {"stable": GREEN, "spiky": ORANGE, "diverged": RED, "stalled": PINK}
 HEAT_MAPS = 8

@@ -42,6 +42,7 @@ def test_a_layer_imports_only_what_it_may(path: Path):
 
 READERS = [
     "records",
+    "label",
     "panel",
     "report",
     "deep_panels",

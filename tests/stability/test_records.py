@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stability.records import label, metrics_line, read
+from stability.label import label
+from stability.records import metrics_line, read
 
 
 def write(
