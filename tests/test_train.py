@@ -1,5 +1,6 @@
 """The command line itself: one run, a sweep, a resume, and what a newcomer does next."""
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from scripts import generate
 from tests.conftest import ROOT, SMALL, environment
@@ -161,19 +163,30 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["run/.lock", "*.lock"], ids=["while importing", "while preparing the text"])
+@pytest.mark.parametrize("moment", ["while importing", "while preparing the text"])
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_before_the_first_step_is_recorded_and_the_run_starts_when_resumed(
     tmp_path: Path, moment: str, number: int, code: int
 ):
-    words = [*WORDS, "steps=3", "logger=none", "data.tokens=3000000", "hydra.run.dir=run"]
-    process = start(*words, cwd=tmp_path)
-    wait_for(moment, tmp_path)
-    process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == code
+    words = [*WORDS, "steps=3", "logger=none", "hydra.run.dir=run"]
     name = signal.Signals(number).name
-    waited = f"\n{name}: stopping at the next safe point; a second signal stops at once\n" * moment.startswith("run")
+    with contextlib.ExitStack() as held:
+        if moment == "while importing":
+            process = start(*words, cwd=tmp_path)
+            wait_for("run/.lock", tmp_path)
+            waited = f"\n{name}: stopping at the next safe point; a second signal stops at once\n"
+        else:  # it takes 50 ms, too short to be met: here the test has the right to do it, and never does
+            assert command("train.py", *words[:-1], "hydra.run.dir=first", cwd=tmp_path).returncode == 0
+            (lock,) = tmp_path.glob("*.lock")
+            shutil.rmtree(lock.with_suffix(""))
+            held.enter_context(FileLock(lock))
+            process = start(*words, cwd=tmp_path)
+            assert process.stderr
+            assert process.stderr.readline().startswith("normlab: another run is preparing this text")
+            waited = ""
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == code
     assert said == f"{waited}normlab: {name} before its first step; resume=run goes on\n"
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["verdict"], summary["reason"]) == ("interrupted", f"{name} before its first step")
