@@ -294,17 +294,9 @@ def _end(sweep: Sweep, *, whole: bool) -> int:
     verdicts = {row.verdict for row in rows}
     if sweep.study is None or not whole:
         return 0 if verdicts <= jobs.DONE else FAILED
-    from stability.claims import parse
-    from stability.study import Point, conclude
+    from stability.study import conclude
 
-    study, directory = sweep.study, sweep.directory
-    points = [
-        Point(job.arm, job.params, directory / job.name, row.verdict in jobs.JUDGED)
-        for job, row in zip(sweep.points, rows, strict=True)
-    ]
-    claims = parse(study.claims, arms=study.arms, params=study.everywhere(), scales=study.scales)
-    about = {"study": sweep.name, "question": study.question, "scale": study.scale, "words": sweep.typed}
-    conclude(directory, points, claims, about, values=study.values(), draw=study.draw)
+    conclude(sweep.directory)
     return 0 if verdicts <= jobs.JUDGED else FAILED  # to diverge is an answer to the question
 
 

@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
@@ -14,6 +14,9 @@ from omegaconf import DictConfig
 
 from conf.explain import explain
 from conf.study import NO_WORD, Job, Study
+
+if TYPE_CHECKING:
+    from stability.study import Plan
 
 SWEEPER = "hydra_plugins.study_sweeper.StudySweeper"
 UNREAD = {  # keys of Hydra's that a study does not look at, and why
@@ -35,6 +38,25 @@ class Sweep:
     study: Study | None = None
     points: list[Job] = field(default_factory=list)
     ran: dict[int, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
+
+    def plan(self) -> "Plan":
+        """The study, for those who read its directory."""
+        from stability.study import Plan, Point
+
+        assert self.study
+        return Plan(
+            study=self.name,
+            question=self.study.question,
+            scale=self.study.scale,
+            words=self.typed,
+            arms=list(self.study.arms),
+            params=self.study.everywhere(),
+            values=self.study.values(),
+            scales=list(self.study.scales),
+            claims=self.study.claims,
+            draw=self.study.draw,
+            points=[Point(job.arm, job.params, job.words, job.name) for job in self.points],
+        )
 
 
 class Remember(Callback):

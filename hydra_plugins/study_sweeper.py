@@ -21,6 +21,7 @@ class StudySweeper(BasicSweeper):
             next(job.words for job in sweep.points if job.arm == arm) for arm in {job.arm: 0 for job in sweep.points}
         ]
         super().validate_batch_is_legal(firsts)
+        sweep.plan().write(sweep.directory)
         print(f"{sweep.study.question}\nscale {sweep.study.scale}, in {sweep.directory}", flush=True)
         return super().sweep(arguments)
 

@@ -1,59 +1,93 @@
-"""The end of a study: its runs read, its claims judged and shown, and a picture of the runs on one colour scale."""
+"""A study on disk: its plan, and its end, where its runs are read, its claims judged and shown, and a picture drawn."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stability.claims import Claim
-from stability.judging import Case, judge, table, write
+from stability.claims import parse
+from stability.judging import Case, Judged, judge, table, write
 from stability.records import Run, read
-from stability.sweep import wide_console
+from stability.sweep import JUDGED, rows, wide_console
+from stability.whole import document, replace
 
 SHOWN = 8  # runs in the picture where the study does not choose
+PLAN = "study.json"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a study: its arm, its params, where it is, and whether what is there is this run, and at its end (it may
-    be one of other words, which this sweep has refused to touch)."""
+    """One run of a study: its arm, its params, the overrides that repeat it, and its directory below the study's."""
 
     arm: str
     params: dict[str, Any]
-    directory: Path
-    done: bool
+    words: list[str]
+    directory: str
 
 
-def conclude(
-    directory: Path,
-    points: Sequence[Point],
-    claims: Mapping[str, Claim],
-    about: Mapping[str, Any],
-    *,
-    values: Mapping[str, Sequence[Any]],
-    draw: Mapping[str, Any],
-) -> None:
-    """Write `claims.json` and `report.png` into the study's `directory`, and show the table of claims.
+@dataclass(frozen=True)
+class Plan:
+    """What a study was asked for, as `study.json` in its directory keeps it: all that is needed to judge it from its runs alone.
 
-    `about`: study, question, scale, and the words of the command. `values`: the params as the study has them, of which a command
-    may run fewer. `draw`: which runs the picture shows, as in `Study.draw`; the first of all where it chooses none.
+    `words`: the command's overrides. `params`: each with its values at any scale, `values`: at this one; a command may run
+    fewer, `points`. `claims`: as written. `draw`: which runs the picture shows, as in `conf.study.Study`.
     """
-    runs = [read(point.directory) if point.done else None for point in points]
-    cases = [Case(point.arm, point.params, run) for point, run in zip(points, runs, strict=True)]
-    judged = judge(claims, cases, about["scale"], values=values)
-    ran = {key: list(dict.fromkeys(point.params[key] for point in points)) for key in points[0].params}
+
+    study: str
+    question: str
+    scale: str
+    words: list[str]
+    arms: list[str]
+    params: dict[str, list[Any]]
+    values: dict[str, list[Any]]
+    scales: list[str]
+    claims: dict[str, Any]
+    draw: dict[str, Any]
+    points: list[Point]
+
+    def write(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        replace(directory / PLAN, document(asdict(self)))
+
+    @classmethod
+    def read(cls, directory: Path) -> "Plan":
+        """ValueError, one line, where `study.json` is none."""
+        path = directory / PLAN
+        try:
+            known = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**known | {"points": [Point(**point) for point in known["points"]]})
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{path} is damaged: the command of the study writes it anew") from None
+
+    def judged(self, runs: Sequence[Run | None]) -> list[Judged]:
+        """Its claims, judged by a run or None for each of its points."""
+        claims = parse(self.claims, arms=self.arms, params=self.params, scales=self.scales)
+        cases = [Case(point.arm, point.params, run) for point, run in zip(self.points, runs, strict=True)]
+        return judge(claims, cases, self.scale, values=self.values)
+
+
+def conclude(directory: Path) -> None:
+    """Judge the study in `directory`: write `claims.json` and `report.png` there, and show the table of claims."""
+    plan = Plan.read(directory)
+    found = rows(directory, [point.words for point in plan.points], {})
+    # a directory may hold the run of other words, which this study has refused to touch: that one is not found
+    runs = [read(directory / str(row.directory)) if row.verdict in JUDGED else None for row in found]
+    judged = plan.judged(runs)
+    ran = {key: list(dict.fromkeys(point.params[key] for point in plan.points)) for key in plan.points[0].params}
+    about = {"study": plan.study, "question": plan.question, "scale": plan.scale, "words": plan.words}
     write(judged, directory / "claims.json", **about, params=ran)
     console = wide_console()
-    console.print(f"\n{about['question']}\n", soft_wrap=True)
+    console.print(f"\n{plan.question}\n", soft_wrap=True)
     console.print(table(judged))
-    there = [(point, run) for point, run in zip(points, runs, strict=True) if run]
-    if shown := [(point, run) for point, run in there if _chosen(point, draw)] or there[:SHOWN]:
+    there = [(point, run) for point, run in zip(plan.points, runs, strict=True) if run]
+    if shown := [(point, run) for point, run in there if _chosen(point, plan.draw)] or there[:SHOWN]:
         _draw(shown, directory / "report.png")
         console.print(f"picture: {directory / 'report.png'}", soft_wrap=True)
     console.print(f"claims:  {directory / 'claims.json'}", soft_wrap=True)
-    if len(there) < len(points):
+    if len(there) < len(plan.points):
         console.print(
-            f"{len(points) - len(there)} of {len(points)} runs have no result, as said above; hydra.sweep.dir=DIR starts afresh",
+            f"{len(plan.points) - len(there)} of {len(plan.points)} runs have no result, as said above; hydra.sweep.dir=DIR starts afresh",
             soft_wrap=True,
         )
 
