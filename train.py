@@ -9,16 +9,15 @@ What a user can get wrong is answered in one line and exit code 2, before lightn
 import gc
 import json
 import os
-import secrets
 import sys
 import traceback
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
 import yaml
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, InstantiationException
 from hydra.types import RunMode
@@ -31,8 +30,8 @@ from conf.check import check, check_hydra, check_network, unlisted
 from conf.explain import explain, own_words, where
 from conf.help import text as help_text
 from conf.output import guarded, logged
-from conf.schema import AXES, Run
-from conf.sweep import Remember, Sweep
+from conf.schema import AXES
+from conf.sweep import PENALTY, RAN, TEXTS, Lost, Remember, Sweep, without_schemas
 from stability import sweep as jobs
 from stability.records import lost, without_steps
 from stability.verdict import DIVERGED, FAILED, REFUSED
@@ -46,12 +45,7 @@ if TYPE_CHECKING:
     from model.transformer import Choices, Transformer
     from training.schedule import Constant
 
-ConfigStore.instance().store(name="schema", node=Run)
-# cached, so that a run's directory has one name however often it is asked for
-OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
 OmegaConf.register_new_resolver("axes", help_text, replace=True)
-
-PENALTY = 100.0  # nats, told to a sweeper of a job without a loss; finite, since nan would end the sweep
 
 
 def choices_of(plain: dict[str, Any]) -> "Choices":
@@ -74,11 +68,10 @@ def text_of(plain: dict[str, Any], corpus: "Corpus") -> tuple["Tokens", "Windows
     from data.windows import Windows
 
     context, order = plain["model"]["context"], {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
-    texts = Remember.sweep.texts if Remember.sweep else {}
     wanted = json.dumps([plain["data"], plain["tokenizer"], context])
-    if wanted not in texts:
-        texts[wanted] = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
-    tokens: Tokens = texts[wanted]
+    if wanted not in TEXTS:
+        TEXTS[wanted] = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+    tokens: Tokens = TEXTS[wanted]
     return tokens, Windows(tokens.train, context=context, **order)
 
 
@@ -243,13 +236,11 @@ def job(cfg: DictConfig) -> float:
 
 def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: list[str], number: int) -> float:
     """A job of a sweep: it never raises or exits, since that would lose the jobs that follow, except for a signal, which
-    belongs to the sweep. What it says, with the traceback of an error, stands in `job.log` too."""
-    if (sweep := Remember.sweep) and not sweep.ran:
-        jobs.write(sweep.directory, jobs.rows(sweep.directory, sweep.jobs, {}))
-    study = sweep and sweep.study
-    if study and sweep:
-        print(f"run {number + 1} of {len(sweep.points)}: {directory.name}", end="", flush=True)
-    with logged(directory / "job.log", echo=not study) as log:
+    belongs to the sweep. What it says, with the traceback of an error, stands in `job.log`, and there alone where the
+    sweep's progress is shown instead, or another process started this one."""
+    Remember.begin()
+    quiet = Remember.sweep is None or Remember.shown
+    with logged(directory / "job.log", echo=not quiet) as log:
         print(f"\njob {number}: {' '.join(words)}", flush=True)
         try:
             summary, code = train(cfg, directory, axes, words, sweep=True)
@@ -262,12 +253,9 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
             replace(directory / "summary.json", document(summary))
             replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
         if code in (REFUSED, FAILED):
-            for place in (log,) if study else (log, sys.stderr):  # a study's line, below, says it
+            for place in (log,) if quiet else (log, sys.stderr):
                 print(f"normlab: job {number} {summary['verdict']}: {summary['reason']}", file=place, flush=True)
-    if study:
-        print(f"  {jobs.told(summary)}", flush=True)
-    if sweep:
-        sweep.ran[number] = directory, summary
+    RAN[number] = directory, summary
     with Signals():  # noted here, and found by the next job: what is raised in a destructor is lost
         gc.collect()  # a trainer refers to itself: the next job may need its memory
     if code > 128:
@@ -289,8 +277,7 @@ def main() -> None:
 
 def _end(sweep: Sweep, *, whole: bool) -> int:
     """The table that ends a sweep, and where it ran to its end as a `whole`, the claims of a study. The exit code."""
-    names = [job.name for job in sweep.points]
-    rows = jobs.end(sweep.directory, sweep.jobs, sweep.ran, names)
+    rows = jobs.end(sweep.directory, sweep.jobs, RAN, sweep.names)
     verdicts = {row.verdict for row in rows}
     if sweep.study is None or not whole:
         return 0 if verdicts <= jobs.DONE else FAILED
@@ -304,9 +291,10 @@ def _run() -> int:
     """The exit code; Hydra's own errors become one line that names the key and the way out."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise them here, not print them with advice
     try:
-        with Signals() as signals, signals.at_once():
+        with Signals() as signals, signals.at_once(), ExitStack() as Remember.until_end:
             sys.argv[1:] = unlisted(resume.as_overrides(sys.argv[1:]))
             check_hydra(sys.argv[1:])
+            without_schemas()
             job()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED if end.code else 0
@@ -317,6 +305,9 @@ def _run() -> int:
     except Interrupted as stop:
         print(f"normlab: {stop}", file=sys.stderr)
         return 128 + stop.number
+    except Lost as error:
+        print(f"normlab: {error}", file=sys.stderr)
+        return FAILED
     return 0
 
 

@@ -1,8 +1,11 @@
 """The scalars that every run shares, typed: name, default, range, and the line that `--help` shows."""
 
+import secrets
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 from pydantic import Field
 
 Count = Annotated[int, Field(ge=1)]
@@ -61,6 +64,11 @@ class Run:
     recipe: Any = None
     study: Any = None  # a sweep's, never a run's
 
+
+# here, where every process that composes a config comes past, the workers of a sweep too
+ConfigStore.instance().store(name="schema", node=Run)
+# cached, so that a run's directory has one name however often it is asked for
+OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
 
 SCALARS = {f.name: f for f in fields(Run) if f.metadata}
 AXES = [f.name for f in fields(Run) if not f.metadata and f.name != "study"]

@@ -1,11 +1,16 @@
 """What a sweep was asked for: its directory and the overrides of each of its jobs, known before the first one starts."""
 
+import os
 import sys
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
@@ -13,11 +18,18 @@ from hydra.utils import get_class
 from omegaconf import DictConfig
 
 from conf.explain import explain
+from conf.help import CONF
 from conf.study import NO_WORD, Job, Study
+from stability import sweep as jobs
 
 if TYPE_CHECKING:
     from stability.study import Plan
 
+PENALTY = 100.0  # nats, told to a sweeper of a job without a loss; finite, since nan would end the sweep
+# what a process keeps from one job of a sweep to the next, be it the one that was asked or a worker of an engine
+TEXTS: dict[str, Any] = {}  # what the jobs have read: a text is read once
+RAN: dict[int, tuple[Path, dict[str, Any]]] = {}  # job -> its directory and summary
+EXTRAS = {"hydra_submitit_launcher": "slurm", "hydra_ray_launcher": "ray", "hydra_optuna_sweeper": "optuna"}
 SWEEPER = "hydra_plugins.study_sweeper.StudySweeper"
 UNREAD = {  # keys of Hydra's that a study does not look at, and why
     "hydra.sweep.subdir": "a study names the directories of its runs itself: leave it out",
@@ -27,17 +39,19 @@ UNREAD = {  # keys of Hydra's that a study does not look at, and why
 
 @dataclass(frozen=True)
 class Sweep:
-    """`jobs[i]`: the words of job i; None where the sweeper makes them up as it goes (Optuna). `ran[i]`: the directory and
-    the summary of job i, once it has run in this process. `study` and its `points`, job by job, where it is one's."""
+    """`jobs[i]`: the words of job i; None where the sweeper makes them up as it goes (Optuna). `study` and its `points`, job by
+    job, where it is one's."""
 
     directory: Path
     jobs: list[list[str]] | None
-    texts: dict[str, Any] = field(default_factory=dict)  # what its jobs have read: a text is read once
     typed: list[str] = field(default_factory=list)  # the command line's overrides, Hydra's own apart
     name: str = ""  # of the study
     study: Study | None = None
     points: list[Job] = field(default_factory=list)
-    ran: dict[int, tuple[Path, dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        return [job.name for job in self.points]
 
     def plan(self) -> "Plan":
         """The study, for those who read its directory."""
@@ -59,25 +73,57 @@ class Sweep:
         )
 
 
-class Remember(Callback):
-    """Hydra tells it when a sweep starts. `sweep` is None in a single run, and in a process that another one started.
+class Lost(RuntimeError):
+    """An engine's own error: some jobs of a sweep have no result."""
 
-    It ends the process where what was asked for is no study: before anything is written, and whatever the sweeper."""
+
+class Remember(Callback):
+    """Hydra tells it when a sweep starts. `sweep` is None in a single run, and in a process that an engine started.
+
+    It ends the process where what was asked for is no study, or needs a package: before anything is written, and whatever
+    the sweeper. `shown`: the jobs' progress is, and they themselves are silent but for their logs. `until_end`: what ends
+    with the sweep."""
 
     sweep: ClassVar[Sweep | None] = None
+    shown: ClassVar[bool] = False
+    until_end: ClassVar[ExitStack] = ExitStack()
+    _begun: ClassVar[bool] = False
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         if config.study is not None:
             _told(config)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        for key in ("launcher", "sweeper"):
+            _check_installed(f"hydra/{key}={config.hydra.runtime.choices[f'hydra/{key}']}", config.hydra[key]._target_)
         if config.study is not None or config.hydra.sweeper._target_ == SWEEPER:
             Remember.sweep = _told(config)
+            _grouped(Remember.sweep)
             return
-        jobs, sweeper = None, get_class(config.hydra.sweeper._target_)
+        words, sweeper = None, get_class(config.hydra.sweeper._target_)
         if hasattr(sweeper, "split_arguments"):  # Hydra's basic sweeper, and what inherits from it
-            (jobs,) = sweeper.split_arguments(_typed(config), max_batch_size=None)
-        Remember.sweep = Sweep(Path(config.hydra.sweep.dir), jobs)
+            (words,) = sweeper.split_arguments(_typed(config), max_batch_size=None)
+        Remember.sweep = Sweep(Path(config.hydra.sweep.dir), words)
+        _grouped(Remember.sweep)
+
+    @classmethod
+    def begin(cls, *, elsewhere: bool = False) -> None:
+        """Before the first job, once all is known to be in order: the list of jobs is written, and their progress shown.
+        `elsewhere`: they run in other processes."""
+        if cls.sweep is None or cls._begun:
+            return
+        cls._begun, sweep = True, cls.sweep
+        sweep.directory.mkdir(parents=True, exist_ok=True)
+        jobs.write(sweep.directory, jobs.rows(sweep.directory, sweep.jobs, {}))
+        cls.shown = elsewhere or sweep.study is not None or sys.stdout.isatty()
+
+
+def without_schemas() -> None:
+    """Engines bring configs with the names of our files, against which Hydra would hold them: ours are whole."""
+    Plugins.instance()  # imports the engines' plugins
+    for group, nodes in ConfigStore.instance().repo["hydra"].items():
+        for path in CONF.glob(f"hydra/{group}/*.yaml"):
+            nodes.pop(path.name, None)
 
 
 def study_of(config: DictConfig) -> Sweep:
@@ -122,6 +168,23 @@ def _check_names(config: DictConfig) -> None:
         for path in sorted(Path(source.path).resolve().glob("study/*.yaml")):
             if (first := seen.setdefault(path.name, path)) != path:
                 raise ValueError(f"{path} would not be read: {first} has the same name; give it another")
+
+
+def _grouped(sweep: Sweep) -> None:
+    """W&B shows the runs of a sweep as one group; its own variable, so that every process that is started has it."""
+    os.environ.setdefault("WANDB_RUN_GROUP", sweep.directory.name)
+
+
+def _check_installed(word: str, target: str) -> None:
+    """An engine's package is an extra, and without it Hydra would speak of a class that cannot be found."""
+    known = {
+        "hydra_plugins.queues.Local": "hydra_submitit_launcher",
+        "hydra_plugins.queues.Slurm": "hydra_submitit_launcher",
+    }
+    known |= {"hydra_plugins.queues.Ray": "hydra_ray_launcher"}
+    package = known.get(target) or target.removeprefix("hydra_plugins.").partition(".")[0]
+    if package in EXTRAS and find_spec(f"hydra_plugins.{package}") is None:
+        _refuse(f"{word} needs a package more: pip install 'normlab[{EXTRAS[package]}]'")
 
 
 def _told(config: DictConfig) -> Sweep:

@@ -103,6 +103,9 @@ def end(
     """Show the table and write it."""
     table = rows(directory, jobs, ran)
     show(table, directory, names)
+    losses = [(row.final_loss, row.job) for row in table if row.verdict in DONE and row.final_loss is not None]
+    if jobs is None and losses:  # the sweeper was looking for it
+        print(f"lowest loss: {min(losses)[0]:.4f} nats, job {min(losses)[1]}")
     try:
         write(directory, table)
     except OSError as error:
@@ -111,11 +114,16 @@ def end(
 
 
 def _recorded(directory: Path) -> Iterator[tuple[Path, list[str]]]:
-    for path in sorted(directory.rglob("overrides.yaml")):
+    for path in sorted(directory.rglob("overrides.yaml"), key=_as_numbered):
         with suppress(OSError, ValueError, yaml.YAMLError):  # a damaged one is nobody's
             words = yaml.safe_load(path.read_text(encoding="utf-8"))
             if isinstance(words, list):
                 yield path.parent, [str(word) for word in words]
+
+
+def _as_numbered(path: Path) -> list[tuple[int, str]]:
+    """2 before 10."""
+    return [(int(part) if part.isdigit() else 0, part) for part in path.parts]
 
 
 def _plain(words: Sequence[str]) -> tuple[str, ...]:

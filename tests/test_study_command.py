@@ -168,7 +168,7 @@ def test_a_study_that_was_stopped_goes_on(folder: Path):
     (["modle.depth=3"], "modle.depth is no key of the config; did you mean 'model'?"),
     (["hydra.mode=RUN"], "a study is a sweep: leave out hydra.mode"),
     (["hydra/sweeper=basic"], "hydra/sweeper=basic: a study has a sweeper of its own: leave it out"),
-    (["hydra/sweeper=nope"], "hydra/sweeper=nope is no choice of hydra/sweeper; choose from basic, study"),
+    (["hydra/sweeper=nope"], "hydra/sweeper=nope is no choice of hydra/sweeper; choose from optuna, basic, study"),
     (["-m", "study=mine,more"], "study=mine,more: one study at a time"),
     (["study=mien"], "study=mien is no choice of study; choose from mine, "),
     (["study=bare"], "study=bare: its file must begin with defaults: [_base, _self_]"),

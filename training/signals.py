@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -30,11 +30,12 @@ class Signals:
 
     On the way out the handlers that were there before come back. Where one context stands in another they know of each
     other's signal, so that none is lost between two jobs of a sweep. In a thread other than the main one, which Python lets
-    no handler be set from, nothing happens.
+    no handler be set from, nothing happens. `pass_on` is called with each signal that is noted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pass_on: Callable[[int], object] = lambda number: None) -> None:
         self.received: int | None = None
+        self._pass_on = pass_on
         self._at_once = False
         self._found: dict[int, Any] = {}
         self._outer: Signals | None = None
@@ -93,6 +94,7 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = number
+        self._pass_on(number)
         if self._at_once:
             raise Interrupted(number)
         said = f"\n{name(number)}: stopping at the next safe point; a second signal stops at once\n"
