@@ -12,7 +12,9 @@ HEAD = """\
 normlab trains a small decoder-only language model and records, layer by layer, how stable it was.
 
   python train.py norm=rmsnorm placement=pre                 one run
-  python train.py -m norm=layernorm,rmsnorm placement=pre,post   a sweep: every combination, one after the other
+  python train.py -m norm=layernorm,rmsnorm placement=pre,post   a sweep: every combination
+  python train.py -m seed=0,1,2,3 hydra/launcher=joblib          the same, one job a core; also submitit_slurm, ray
+  python train.py -m hydra/sweeper=optuna                        Optuna's search for the best optimizer.lr
   python train.py recipe=deepnorm model=deep model.depth=100     a paper's choices at once
 
 Overrides are key=value. An axis takes one of its choices, and AXIS.KEY=value sets what stands in its file in conf/.
