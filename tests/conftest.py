@@ -17,8 +17,10 @@ from omegaconf import DictConfig
 import train
 from conf.check import check, check_network
 from conf.help import CONF
+from conf.sweep import without_schemas
 
 ROOT = Path(__file__).parents[1]
+without_schemas()
 SHARED = ROOT.parent / "shared"
 torch.set_num_threads(1)  # the networks are small: handing work over costs more than it saves
 SMALL = ["model.depth=2", "model.dim=16", "model.heads=2", "model.context=8"]
