@@ -32,6 +32,7 @@ FILES = ("job.log", "config.yaml", "overrides.yaml", "metrics.jsonl", "summary.j
 ENDED = {*JUDGED, "refused", "failed"}  # an interrupted job may be taken up again, as Slurm does
 COUNTED = ("finished", "failed", "diverged", "interrupted", "silent", "running", "waiting")  # in this order
 ALWAYS = ("finished", "failed", "diverged", "waiting")  # also where there is none
+ANY = (Exception, SystemExit)  # the second is rich's answer to a closed pipe
 
 Stamp = tuple[int, int, int]  # what changes with a file: its size, its time, its number
 
@@ -71,7 +72,7 @@ class Job:
     def left(self, now: float, usual: Mapping[int, float]) -> float | None:
         """Seconds to its last step, at the pace of the steps that were seen; before two of them at the `usual` seconds a step
         of the finished jobs of as many steps; None where there are none."""
-        (first, start), (last, step) = (self.seen[0], self.seen[-1]) if self.seen else ((self.changed, 0),) * 2
+        (first, start), (last, step) = (self.seen[0], self.seen[-1]) if self.seen else ((self.began or now, 0),) * 2
         pace = (last - first) / (step - start) if step > start else usual.get(self.steps)
         return None if pace is None else max(0.0, (self.steps - step) * pace - (now - last))
 
@@ -99,30 +100,25 @@ class Watch:
     def look(self, *, first: bool = False) -> list[str]:
         """Look at all that may have changed; a line for each job that has ended since, in the order of ending. What the `first`
         look finds was there before the sweep: jobs that are judged have run, the others wait to be taken up."""
-        now, ended = self.clock(), []
+        now = self.clock()
         self._find()
-        for job in [job for job in self.jobs if not job.ended]:
-            with suppress(Exception):  # what cannot be read is looked at again
+        watched = [job for job in self.jobs if not job.ended]
+        for job in watched:
+            with suppress(OSError):  # looked at again
                 self._see(job, now, first=first)
-            if job.ended:
-                ended.append(job)
-        ended.sort(key=lambda job: job.stamps.get("summary.json", (0, 0))[1])
-        return [
-            self.line(job) + ("  had run before" if first else "")
-            for job in (self.jobs if first else ended)
-            if job.ended
-        ]
+        ended = [job for job in watched if job.ended]
+        if first:
+            return [f"{self.line(job)}  had run before" for job in ended]
+        return [self.line(job) for job in sorted(ended, key=lambda job: job.stamps.get("summary.json", (0, 0))[1])]
 
     def rest(self) -> list[str]:
         """A line for each job that began and has not ended, for the end of the sweep."""
-        begun = [job for job in self.jobs if job.began is not None and not job.ended]
-        for job in begun:
-            job.summary = summary(job.where) if job.where else {}
-        return [self.line(job) for job in begun if job.summary]
+        return [self.line(job) for job in self.jobs if job.began is not None and not job.ended]
 
     def line(self, job: Job) -> str:
         of = "" if self.open else f" of {len(self.jobs)}"
-        return " ".join(f"run {job.number + 1}{of}: {self.name(job)}  {told(job.summary)}".splitlines())
+        ending = told(job.summary or {"verdict": "unfinished"})
+        return " ".join(f"run {job.number + 1}{of}: {self.name(job)}  {ending}".splitlines())
 
     def name(self, job: Job) -> str:
         names = own([each.words for each in self.jobs]) if self.open else self.names
@@ -140,25 +136,20 @@ class Watch:
     def _see(self, job: Job, now: float, *, first: bool) -> None:
         if not self.open and job.number in self.ran:
             job.summary = self.ran[job.number][1]
-            return
-        if job.where is None:
-            return
-        stamps = _stamps(job.where)
-        if not stamps:
-            self._forget(job)
-            return
-        changed = {name for name, stamp in stamps.items() if stamp != job.stamps.get(name)}
-        if changed and not first:
-            self._tell(job, job.where, changed, now)
-        elif first and "summary.json" in stamps:
-            before, asked = summary(job.where), _asked(job.where)
-            job.summary = before if before["verdict"] in JUDGED and before.get("steps") == asked else {}
-        job.stamps = stamps  # last: after an error they are read again
+        elif job.where and (stamps := _stamps(job.where)):
+            changed = {name for name, stamp in stamps.items() if stamp != job.stamps.get(name)}
+            if changed and not first:
+                self._tell(job, job.where, changed, now)
+            elif first and "summary.json" in stamps:
+                before, asked = summary(job.where), _asked(job.where)
+                job.summary = before if before["verdict"] in JUDGED and before.get("steps") == asked else {}
+            job.stamps = stamps  # last: after an error all is read again
+        elif job.where:
+            self._forget(job, job.where)
 
     def _tell(self, job: Job, where: Path, changed: set[str], now: float) -> None:
         if job.began is None:
-            job.began = now
-            job.steps, job.latest = _asked(where), last_step(where / "metrics.jsonl") or {}
+            job.began, changed = now, changed | {"config.yaml", "metrics.jsonl"}  # a resumed run has them
         else:
             job.still = max(job.still, now - job.changed)
         job.changed = now
@@ -166,16 +157,15 @@ class Watch:
             job.steps = _asked(where)
         if "metrics.jsonl" in changed:
             job.latest = last_step(where / "metrics.jsonl") or {}
-            _sight(job.seen, now, job.latest.get("step", 0))
+            _sight(job.seen, now, job.latest.get("step"))
         if "summary.json" in changed:
             job.summary = summary(where)
         elif changed & {"overrides.yaml", "metrics.jsonl"}:
             job.summary = {}  # of an interruption that it has gone on from
 
-    def _forget(self, job: Job) -> None:
+    def _forget(self, job: Job, where: Path) -> None:
         """Its directory has vanished: it waits again."""
-        assert job.where
-        self.known.discard(job.where)
+        self.known.discard(where)
         self.jobs[job.number] = again = Job(job.number, job.words)
         self.wanted[plain(job.words)].append(again)
 
@@ -245,7 +235,7 @@ def watching(
     live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
 
     def show(say: Callable[[], list[str]]) -> None:
-        with suppress(Exception, SystemExit):  # the second is rich's answer to a closed pipe
+        with suppress(*ANY):
             for line in say():
                 console.print(Text(line), soft_wrap=True)
             if live.is_started:
@@ -257,7 +247,7 @@ def watching(
 
     thread = threading.Thread(target=work, name="progress", daemon=True)
     try:
-        with suppress(Exception):
+        with suppress(*ANY):
             if console.is_terminal and not console.is_dumb_terminal:
                 live.start()
                 console.show_cursor(True)  # a process that is killed cannot bring it back
@@ -273,7 +263,8 @@ def watching(
             show(watch.look)
             show(watch.rest)
         finally:
-            live.stop()
+            with suppress(*ANY):
+                live.stop()
 
 
 def _stamps(where: Path) -> dict[str, Stamp]:
@@ -287,11 +278,14 @@ def _stamps(where: Path) -> dict[str, Stamp]:
 
 def _asked(where: Path) -> int:
     """The steps that a run is asked for; 0 where that is not known."""
-    return int((mapping(where / "config.yaml", []) or {}).get("steps") or 0)
+    steps = (mapping(where / "config.yaml", []) or {}).get("steps")
+    return steps if isinstance(steps, int) else 0
 
 
-def _sight(seen: deque[tuple[float, int]], now: float, step: int) -> None:
+def _sight(seen: deque[tuple[float, int]], now: float, step: int | None) -> None:
     """A resumed run goes back, and its clock starts with its first new step."""
+    if step is None:
+        return
     if seen and (step < seen[-1][1] or (len(seen) == 1 and step == seen[0][1])):
         seen.clear()
     if not seen or step > seen[-1][1]:
@@ -299,5 +293,6 @@ def _sight(seen: deque[tuple[float, int]], now: float, step: int) -> None:
 
 
 def _number(record: Mapping[str, Any], key: str, how: str) -> str:
-    """Blank where nothing is written; nan where what is written was not finite."""
-    return "" if key not in record else "nan" if record[key] is None else format(record[key], how)
+    """Blank where nothing is written; nan where it was not finite, and null is written."""
+    value = record.get(key, "")
+    return format(value, how) if isinstance(value, float | int) else "nan" if value is None else ""

@@ -216,7 +216,7 @@ def last_step(path: Path) -> dict[str, Any] | None:
             for line in reversed(whole if length == size else whole[1:]):
                 with suppress(ValueError):
                     record = json.loads(line)
-                    if isinstance(record, dict) and "loss" in record:
+                    if isinstance(record, dict) and "loss" in record and isinstance(record.get("step"), int):
                         return record
     return None
 

@@ -81,7 +81,7 @@ def told(summary: Mapping[str, Any]) -> str:
     """What became of a job, in a few words; of one that is refused or failed also why."""
     loss, seconds = _number(summary.get("final_loss"), ".4f"), _number(summary.get("wall_time_s"), ".1f")
     if summary["verdict"] in ("refused", "failed"):
-        return f"{summary['verdict']}: {summary['reason']}"
+        return f"{summary['verdict']}: {summary.get('reason', '')}"
     words = [summary["verdict"].replace("_", " "), loss and f"loss {loss}", seconds and f"{seconds} s"]
     return "  ".join(word for word in words if word)
 
