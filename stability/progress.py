@@ -72,9 +72,11 @@ class Job:
     def left(self, now: float, usual: Mapping[int, float]) -> float | None:
         """Seconds to its last step, at the pace of the steps that were seen; before two of them at the `usual` seconds a step
         of the finished jobs of as many steps; None where there are none."""
-        (first, start), (last, step) = (self.seen[0], self.seen[-1]) if self.seen else ((self.began or now, 0),) * 2
-        pace = (last - first) / (step - start) if step > start else usual.get(self.steps)
-        return None if pace is None else max(0.0, (self.steps - step) * pace - (now - last))
+        if len(self.seen) < 2:
+            pace, step = usual.get(self.steps), self.latest.get("step", 0)
+            return None if pace is None else (self.steps - step) * pace
+        (first, start), (last, step) = self.seen[0], self.seen[-1]
+        return max(0.0, (self.steps - step) * (last - first) / (step - start) - (now - last))
 
 
 class Watch:
@@ -102,11 +104,11 @@ class Watch:
         look finds was there before the sweep: jobs that are judged have run, the others wait to be taken up."""
         now = self.clock()
         self._find()
-        watched = [job for job in self.jobs if not job.ended]
-        for job in watched:
+        going = [job for job in self.jobs if not job.ended]
+        for job in going:
             with suppress(OSError):  # looked at again
                 self._see(job, now, first=first)
-        ended = [job for job in watched if job.ended]
+        ended = [job for job in going if job.ended]
         if first:
             return [f"{self.line(job)}  had run before" for job in ended]
         return [self.line(job) for job in sorted(ended, key=lambda job: job.stamps.get("summary.json", (0, 0))[1])]
@@ -169,8 +171,6 @@ class Watch:
         self.jobs[job.number] = again = Job(job.number, job.words)
         self.wanted[plain(job.words)].append(again)
 
-    # ------------------------------------------------------------------------------------------------------ what is shown
-
     def shown(self, console: Console) -> RenderableType:
         """A line for each running job, as many as there is room for, and one that counts."""
         now = self.clock()
@@ -182,7 +182,8 @@ class Watch:
         lines: list[RenderableType] = [self._table(running[:room], now, console.width)] if running else []
         if len(running) > room:
             lines.append(Text(f"... and {len(running) - room} more", style="dim"))
-        return Group(*lines, Text(f"{len(self.jobs)} runs: {counts}", no_wrap=True, overflow="ellipsis"))
+        of = "1 run" if len(self.jobs) == 1 else f"{len(self.jobs)} runs"
+        return Group(*lines, Text(f"{of}: {counts}", no_wrap=True, overflow="ellipsis"))
 
     def _table(self, running: Sequence[Job], now: float, width: int) -> Table:
         paces = defaultdict(list)
@@ -191,16 +192,15 @@ class Watch:
                 paces[job.summary["steps"]].append(job.summary["wall_time_s"] / job.summary["steps_done"])
         usual = {steps: sum(found) / len(found) for steps, found in paces.items()}
         bar, digits = min(30, max(8, width // 10)), len(str(max(job.steps for job in running)))
+        room = max(12, width - bar - 2 * digits - 38)  # of the name, beside the number of the run and five columns
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        others = bar + 2 * digits + 1 + 32  # loss, gradient norm, time left, and what stands between
-        table.add_column("run", no_wrap=True, overflow="ellipsis", max_width=max(12, width - others))
-        table.add_column("")
-        for head in ("step", "loss", "grad norm", "left"):
-            table.add_column(head, justify="right", no_wrap=True)
+        for head in ("run", "", "", "step", "loss", "grad norm", "left"):
+            table.add_column(head, justify="right" if head else "left", no_wrap=True)
         for job in running:
-            step, left = job.latest.get("step", 0), job.left(now, usual)
+            name, step, left = self.name(job), job.latest.get("step", 0), job.left(now, usual)
             table.add_row(
-                Text(self.name(job)),
+                str(job.number + 1),
+                Text(name if len(name) <= room else f"…{name[1 - room :]}"),  # what varies fastest stands last
                 ProgressBar(total=job.steps or 1, completed=step, width=bar),
                 f"{step}/{job.steps}",
                 _number(job.latest, "loss", ".4f"),

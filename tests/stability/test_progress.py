@@ -78,8 +78,8 @@ def test_what_runs_and_how_many_of_what(tmp_path: Path, clock):
     head, *rows, counts = shown(watch)
     assert head.split() == ["run", "step", "loss", "grad", "norm", "left"]
     assert [[word for word in row.split() if not {*word} & {*"━╸"}] for row in rows] == [
-        ["seed=0", "0/100"], ["seed=1", "25/100", "3.1416", "0.0123"], ["seed=2", "0/100"],
-        ["seed=3", "7/100", "nan", "nan"],
+        ["1", "seed=0", "0/100"], ["2", "seed=1", "25/100", "3.1416", "0.0123"], ["3", "seed=2", "0/100"],
+        ["4", "seed=3", "7/100", "nan", "nan"],
     ]  # fmt: skip
     assert counts == "5 runs: 0 finished, 0 failed, 0 diverged, 4 running, 1 waiting"
 
@@ -115,7 +115,7 @@ def test_a_killed_job_runs_no_longer_than_it_could_be_busy(tmp_path: Path, clock
     assert "1 running" in shown(watch)[-1]
     clock.now += QUIET
     watch.look()
-    assert shown(watch) == ["1 runs: 0 finished, 0 failed, 0 diverged, 1 silent, 0 waiting"]
+    assert shown(watch) == ["1 run: 0 finished, 0 failed, 0 diverged, 1 silent, 0 waiting"]
     go(place, 2)
     watch.look()
     assert "1 running" in shown(watch)[-1]
@@ -174,7 +174,7 @@ def test_jobs_that_nobody_has_listed(tmp_path: Path, clock):
     begin(tmp_path / "1", ["norm=rmsnorm", "lr=2"])
     assert watch.look() == ["run 1: lr=1  stable"]
     _, row, counts = shown(watch)
-    assert row.startswith("lr=2") and counts == "2 runs: 1 finished, 0 failed, 0 diverged, 1 running"
+    assert row.startswith("  2  lr=2") and counts == "2 runs: 1 finished, 0 failed, 0 diverged, 1 running"
 
 
 def test_what_a_job_of_this_process_came_to(tmp_path: Path, clock):
@@ -246,7 +246,9 @@ def test_before_two_sightings_it_is_that_of_finished_jobs_of_as_many_steps(tmp_p
     watch.look()
     assert left(watch) == "0:05:00"
     clock.now += 10
-    assert left(watch) == "0:04:50"
+    go(tmp_path / "3", 50)
+    watch.look()
+    assert left(watch) == "0:02:30"
 
 
 def test_a_resumed_run_has_a_clock_of_its_own(tmp_path: Path, clock):
@@ -264,7 +266,7 @@ def test_a_resumed_run_has_a_clock_of_its_own(tmp_path: Path, clock):
 
 
 def test_as_many_lines_as_there_is_room_for(tmp_path: Path, clock):
-    jobs = [["model.depth=12", f"optimizer.lr=0.00{number}", "a.rather.long.key.of.a.model=with_a_value"] for number in range(30)]  # fmt: skip
+    jobs = [["a.rather.long.key.of.a.model=with_a_value", "model.depth=12", f"optimizer.lr=0.00{number}"] for number in range(30)]  # fmt: skip
     watch = Watch(tmp_path, jobs, [" ".join(words) for words in jobs], clock=clock)
     watch.look(first=True)
     for number, words in enumerate(jobs):
@@ -275,7 +277,8 @@ def test_as_many_lines_as_there_is_room_for(tmp_path: Path, clock):
         assert len(lines) == 1 + SHOWN + 2 and max(map(len, lines)) <= width
         assert all("9999/10000  2.5000" in line for line in lines[1:-2])
         assert lines[-2] == "... and 10 more"
-        assert lines[1].startswith("model.depth=12 optimizer.lr=0.000" if width == 140 else "model.depth=12 o")
+        names = [line.split("━" if "━" in line else "╸")[0].split(maxsplit=1)[1].strip() for line in lines[1:-2]]
+        assert names == [" ".join(words) if width == 140 else f"…{' '.join(words)[-23:]}" for words in jobs[:SHOWN]]
     console = Console(force_terminal=True, file=StringIO(), width=80, height=10)
     console.print(watch.shown(console))
     assert console.file.getvalue().count("9999/10000") == 6  # type: ignore[attr-defined]
