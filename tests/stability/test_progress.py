@@ -130,7 +130,7 @@ def test_a_job_that_vanished_waits_again(tmp_path: Path, clock):
     shutil.rmtree(tmp_path / "0")
     assert watch.look() == [] and watch.rest() == []
     assert shown(watch)[-1].endswith("0 diverged, 2 waiting")
-    begin(tmp_path / "again", JOBS[0])
+    begin(tmp_path / "0", JOBS[0])
     watch.look()
     assert "0/100" in shown(watch)[1]
 
@@ -394,7 +394,9 @@ def test_a_job_takes_the_streams_for_its_log_and_the_display_is_none_the_less_on
     real = StringIO()
     monkeypatch.setattr(real, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", Output(real))
+    streams = sys.stdout, sys.stderr
     with watching(tmp_path, JOBS[:1], every=0.01):
+        assert (sys.stdout, sys.stderr) == streams  # rich has put nothing in their place
         place = begin(tmp_path / "0", JOBS[0])
         with logged(place / "job.log", echo=False):
             print("of the job")

@@ -316,8 +316,10 @@ def test_the_end_of_a_study_is_a_run_with_its_report(tmp_path):
 @pytest.mark.parametrize("mode, said", [("disabled", ""), ("online", "W&B has no report of this study (ValueError: ")])
 def test_a_study_ends_without_wandb(tmp_path, mode: str, said: str):
     """Nobody is logged in: nothing is asked."""
-    assert report(studied(tmp_path), WANDB_MODE=mode, NETRC=str(tmp_path / "none"), WANDB_API_KEY="").startswith(said)
-    assert not list(tmp_path.glob("wandb/*run-*"))
+    (tmp_path / "tmp").mkdir()
+    nobody = {"NETRC": str(tmp_path / "none"), "WANDB_API_KEY": "", "TMPDIR": str(tmp_path / "tmp")}
+    assert report(studied(tmp_path), WANDB_MODE=mode, **nobody).startswith(said)
+    assert [path.parent for path in tmp_path.rglob("claims.json")] == [tmp_path]  # and nothing is copied
 
 
 def test_what_wandb_cannot_take_is_one_line(tmp_path, monkeypatch, capsys):
