@@ -5,7 +5,9 @@ Nothing here imports torch or a plotting library, so that a notebook, the report
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ Array = NDArray[np.float64]
 BLOCK_PARTS = ("attention", "ffn", "norm", "residual")  # these part a block's parameters: their squares add up
 MATRICES = ("q", "k", "v", "o", "up", "gate", "down")
 STREAM = ("stream_rms", "stream_grad_norm", "token_cosine")  # of a probe, after the embedding (0) and after each block
-
+CHUNK = 1 << 16  # bytes of the end of a record that are read first
 
 # of `summary.json`, beside verdict and reason
 SUMMARY: tuple[str, ...] = (
@@ -197,6 +199,26 @@ def lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 notes.append(f"line {number} of {path.name} is cut short or no record: dropped")
             else:
                 yield record
+
+
+def last_step(path: Path) -> dict[str, Any] | None:
+    """The last whole line of `metrics.jsonl` that is a step's, found from the end; None where there is none (yet)."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return None
+    with file:
+        size, length = os.fstat(file.fileno()).st_size, 0
+        while length < size:
+            length = min(size, 4 * length or CHUNK)  # a line of 1,000 layers is longer than one chunk
+            file.seek(size - length)
+            *whole, _ = file.read(length).split(b"\n")  # what stands behind the last line feed is not written yet
+            for line in reversed(whole if length == size else whole[1:]):
+                with suppress(ValueError):
+                    record = json.loads(line)
+                    if isinstance(record, dict) and "loss" in record and isinstance(record.get("step"), int):
+                        return record
+    return None
 
 
 def lost(path: Path, done: int) -> list[int]:

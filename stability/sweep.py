@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,13 +40,13 @@ def rows(
 ) -> list[Row]:
     """One row a job, in order: what `ran` says of it, else what lies below `directory` under the same overrides. Where no
     `jobs` are listed, those that left a record."""
-    recorded: dict[tuple[str, ...], tuple[list[str], Path]] = {}
-    for path, words in _recorded(directory):
-        recorded.setdefault(_plain(words), (words, path))
+    known: dict[tuple[str, ...], tuple[list[str], Path]] = {}
+    for path, words in recorded(directory):
+        known.setdefault(plain(words), (words, path))
     if jobs is None:
-        return [_row(n, words, (path, _summary(path)), directory) for n, (words, path) in enumerate(recorded.values())]
-    found = {words: (path, _summary(path)) for words, (_, path) in recorded.items()}
-    return [_row(n, words, ran.get(n) or found.get(_plain(words)), directory) for n, words in enumerate(jobs)]
+        return [_row(n, words, (path, summary(path)), directory) for n, (words, path) in enumerate(known.values())]
+    found = {words: (path, summary(path)) for words, (_, path) in known.items()}
+    return [_row(n, words, ran.get(n) or found.get(plain(words)), directory) for n, words in enumerate(jobs)]
 
 
 def write(directory: Path, rows: Sequence[Row]) -> None:
@@ -60,15 +60,14 @@ def show(rows: Sequence[Row], directory: Path, names: Sequence[str] = ()) -> Non
     from rich import box
     from rich.table import Table
 
-    same = set.intersection(*(set(row.overrides) for row in rows)) if len(rows) > 1 else set()
-    table = Table(box=box.SIMPLE_HEAD)
     told = "run" if names else "overrides"
+    names = names or own([row.overrides for row in rows])
+    table = Table(box=box.SIMPLE_HEAD)
     for head in ("job", told, "verdict", "loss", "val loss", "seconds"):
         table.add_column(head, justify="left" if head in (told, "verdict") else "right", overflow="fold")
     for row in rows:
         numbers = (_number(row.final_loss, ".4f"), _number(row.final_val_loss, ".4f"), _number(row.wall_time_s, ".1f"))
-        own = names[row.job] if names else " ".join(word for word in row.overrides if word not in same)
-        table.add_row(str(row.job), own, row.verdict.replace("_", " "), *numbers)
+        table.add_row(str(row.job), names[row.job], row.verdict.replace("_", " "), *numbers)
     console = wide_console()
     console.print(table)
     for row in rows:
@@ -82,7 +81,7 @@ def told(summary: Mapping[str, Any]) -> str:
     """What became of a job, in a few words; of one that is refused or failed also why."""
     loss, seconds = _number(summary.get("final_loss"), ".4f"), _number(summary.get("wall_time_s"), ".1f")
     if summary["verdict"] in ("refused", "failed"):
-        return f"{summary['verdict']}: {summary['reason']}"
+        return f"{summary['verdict']}: {summary.get('reason', '')}"
     words = [summary["verdict"].replace("_", " "), loss and f"loss {loss}", seconds and f"{seconds} s"]
     return "  ".join(word for word in words if word)
 
@@ -113,35 +112,47 @@ def end(
     return table
 
 
-def _recorded(directory: Path) -> Iterator[tuple[Path, list[str]]]:
-    for path in sorted(directory.rglob("overrides.yaml"), key=_as_numbered):
+def recorded(directory: Path, known: Container[Path] = ()) -> Iterator[tuple[Path, list[str]]]:
+    """The runs below `directory` by path, each with its overrides; without those that are `known` and all that lies in them."""
+    for place, folders, files in os.walk(directory):
+        where = Path(place)
+        folders[:] = sorted((name for name in folders if where / name not in known), key=_as_numbered)
+        if "overrides.yaml" not in files or where in known:
+            continue
         with suppress(OSError, ValueError, yaml.YAMLError):  # a damaged one is nobody's
-            words = yaml.safe_load(path.read_text(encoding="utf-8"))
+            words = yaml.safe_load((where / "overrides.yaml").read_text(encoding="utf-8"))
             if isinstance(words, list):
-                yield path.parent, [str(word) for word in words]
+                yield where, [str(word) for word in words]
 
 
-def _as_numbered(path: Path) -> list[tuple[int, str]]:
+def _as_numbered(name: str) -> tuple[int, str]:
     """2 before 10."""
-    return [(int(part) if part.isdigit() else 0, part) for part in path.parts]
+    return (int(name) if name.isdigit() else 0, name)
 
 
-def _plain(words: Sequence[str]) -> tuple[str, ...]:
+def plain(words: Sequence[str]) -> tuple[str, ...]:
     """What tells a job: Hydra escapes an interpolation, and a run does not keep that it was forced."""
     return tuple(word.replace("\\", "") for word in words if not word.startswith("resume_force="))
 
 
-def _summary(where: Path) -> dict[str, Any]:
+def own(jobs: Sequence[Sequence[str]]) -> list[str]:
+    """Of each job the words that are not the same in all of them."""
+    same = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
+    return [" ".join(word for word in words if word not in same) for words in jobs]
+
+
+def summary(where: Path) -> dict[str, Any]:
+    """What the run in `where` says of its end; the verdict is `unfinished` where it says nothing."""
     notes: list[str] = []
-    summary = mapping(where / "summary.json", notes)
-    return summary if summary and "verdict" in summary else {"verdict": "unfinished", "reason": ", ".join(notes)}
+    said = mapping(where / "summary.json", notes)
+    return said if said and "verdict" in said else {"verdict": "unfinished", "reason": ", ".join(notes)}
 
 
 def _row(number: int, words: list[str], known: tuple[Path, dict[str, Any]] | None, directory: Path) -> Row:
-    where, summary = known or (None, {"verdict": "not_started"})
-    losses = [summary.get(key) for key in ("final_loss", "final_val_loss", "wall_time_s")]
+    where, said = known or (None, {"verdict": "not_started"})
+    losses = [said.get(key) for key in ("final_loss", "final_val_loss", "wall_time_s")]
     place = os.path.relpath(where, directory) if where else None
-    return Row(number, words, place, summary["verdict"], summary.get("reason", ""), *losses)
+    return Row(number, words, place, said["verdict"], said.get("reason", ""), *losses)
 
 
 def _number(value: float | None, how: str) -> str:

@@ -42,6 +42,8 @@ def test_a_layer_imports_only_what_it_may(path: Path):
 
 READERS = [
     "records",
+    "sweep",
+    "progress",
     "label",
     "panel",
     "report",

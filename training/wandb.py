@@ -1,10 +1,12 @@
-"""The same numbers for Weights & Biases. Nothing here ever asks a question, or waits more than
+"""The same numbers for Weights & Biases, and the report of a study. Nothing here ever asks a question, or waits more than
 `PATIENCE` seconds, once, for a server that does not answer."""
 
 import netrc
 import os
+import re
 import secrets
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,6 +18,7 @@ from stability.records import block_norms
 
 Mode = Literal["auto", "offline", "online", "disabled"]
 PATIENCE = 8  # seconds for a server that does not answer
+UPLOAD = 60  # seconds for a report to come to a server that did; what has not by then is sent by `wandb sync`
 MOST_LAYERS, MOST_PARTED = 128, 32  # thousands of charts freeze the page; metrics.jsonl is always complete
 # what a probe line comes to: its largest or smallest over the layers, its last, or the number itself
 PROBE: dict[str, Callable[[Any], Any]] = {"loss": float, "model_update": float}
@@ -59,32 +62,8 @@ class WandbLog:
     def __init__(
         self, directory: Path, name: str, config: dict[str, Any], *, mode: Mode = "auto", project: str = "normlab"
     ) -> None:
-        # W&B reports on itself at the end of a process, offline too, and waits seconds for an answer
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
-        import wandb
-
-        known = _logged_in(wandb.Settings().base_url)
-        chosen: Any = os.environ.get("WANDB_MODE", "online" if known else "offline") if mode == "auto" else mode
-        if chosen == "online" and not known:  # wandb would ask for one
-            raise ValueError("logger.mode=online needs a key: `wandb login` first, or leave logger.mode=auto (offline)")
-        settings = wandb.Settings(console="off", silent=True, quiet=True, init_timeout=PATIENCE)
-        start: dict[str, Any] = {
-            "id": _run_id(directory),
-            "resume": "allow" if chosen == "online" else None,
-            "dir": str(directory.resolve()),
-            "name": name,
-            "project": project,
-            "config": config,
-            "settings": settings,
-            "reinit": "create_new",  # never the run of a job before, should that have ended without `finish`
-        }
-        self._wandb, self._lost = wandb, False
-        try:
-            self.run = wandb.init(mode=chosen, **start)
-        except wandb.errors.Error as error:
-            print(f"W&B cannot be reached ({str(error).splitlines()[0]}): this run is logged offline")
-            wandb.teardown()  # W&B's own process still holds the run's id, and would refuse it
-            self.run = wandb.init(mode="offline", **start | {"resume": None})
+        self._wandb, self.run = _started(directory, name, mode, project, config=config)
+        self._lost = False
 
     def record(self, record: dict[str, Any]) -> None:
         """One line of metrics.jsonl."""
@@ -106,8 +85,83 @@ class WandbLog:
             call()
         except Exception as error:
             self._lost = True
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(f"W&B takes no more of this run ({said}): metrics.jsonl has all of it")
+            print(f"W&B takes no more of this run ({_line(error)}): metrics.jsonl has all of it")
+
+
+def log_report(
+    directory: Path,
+    name: str,
+    files: Sequence[Path],
+    verdicts: Mapping[str, str],
+    *,
+    group: str,
+    mode: Mode = "auto",
+    project: str = "normlab",
+) -> None:
+    """The end of the study in `directory`, as a W&B run of job type `study` in the `group` of the study's runs: an artifact
+    of type `report` with those of the `files` and folders that are there, and in the summary `claims/NAME` with each
+    claim's verdict. The same study, ended again, goes on in the same W&B run, with a new version of the artifact.
+
+    `mode` as for a run. What W&B cannot take is said in a line, and is no error: the directory has all of it.
+    """
+    try:
+        wandb, run = _started(directory, name, mode, project, group=group, job_type="study", finish_timeout=UPLOAD)
+        with run:
+            if run.disabled:
+                return
+            artifact = wandb.Artifact(re.sub(r"[^\w.-]+", "-", f"{name}-report"), type="report")
+            for path, inside in _copied(files, Path(run.dir).with_name("report")):
+                artifact.add_file(str(path), name=inside, policy="immutable", skip_cache=True)
+            run.log_artifact(artifact)
+            run.summary.update({f"claims/{claim}": verdict for claim, verdict in verdicts.items()})
+    except Exception as error:
+        print(f"W&B has no report of this study ({_line(error)}): {directory} has all of it")
+
+
+def _copied(files: Sequence[Path], place: Path) -> Iterator[tuple[Path, str]]:
+    """(A copy, its name in the artifact) of each file in `files` and in their folders. An offline run is sent later, when
+    the study may have been judged anew: it keeps its own."""
+    for path in files:
+        inside = [(each, each.relative_to(path.parent)) for each in sorted(path.rglob("*"))] or [
+            (path, Path(path.name))
+        ]
+        for each, name in inside:
+            if each.is_file():
+                (place / name).parent.mkdir(parents=True, exist_ok=True)
+                yield Path(shutil.copyfile(each, place / name)), name.as_posix()
+
+
+def _started(
+    directory: Path, name: str, mode: Mode, project: str, *, finish_timeout: float = 0.0, **more: Any
+) -> tuple[Any, Any]:
+    """(W&B, the W&B run of this directory, begun or gone on with). WANDB_RUN_GROUP, if set, is its group.
+
+    ValueError where it is to be online and no key is at hand."""
+    # W&B reports on itself at the end of a process, offline too, and waits seconds for an answer
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    import wandb
+
+    known = _logged_in(wandb.Settings().base_url)
+    chosen: Any = os.environ.get("WANDB_MODE", "online" if known else "offline") if mode == "auto" else mode
+    if chosen == "online" and not known:  # wandb would ask for one
+        raise ValueError("logger.mode=online needs a key: `wandb login` first, or leave logger.mode=auto (offline)")
+    settings = wandb.Settings(console="off", silent=True, quiet=True, init_timeout=PATIENCE)
+    settings.finish_timeout, settings.finish_timeout_raises = finish_timeout, True
+    start: dict[str, Any] = more | {
+        "id": _run_id(directory),
+        "resume": "allow" if chosen == "online" else None,
+        "dir": str(directory.resolve()),
+        "name": name,
+        "project": project,
+        "settings": settings,
+        "reinit": "create_new",  # never the run of a job before, should that have ended without `finish`
+    }
+    try:
+        return wandb, wandb.init(mode=chosen, **start)
+    except wandb.errors.Error as error:
+        print(f"W&B cannot be reached ({str(error).splitlines()[0]}): this run is logged offline")
+        wandb.teardown()  # W&B's own process still holds the run's id, and would refuse it
+        return wandb, wandb.init(mode="offline", **start | {"resume": None})
 
 
 def flat(record: dict[str, Any]) -> dict[str, float]:
@@ -152,3 +206,7 @@ def _logged_in(base_url: str) -> bool:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -18,12 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 import wandb
+import yaml
 from lightning.pytorch.callbacks import Callback
+from wandb.util import get_core_path
 
-from tests.conftest import SMALL
+from tests.conftest import ROOT, SMALL
 from tests.conftest import environment as environment_of
 from training import run as run_module
-from training.wandb import PROBE, WandbLog, _logged_in, flat
+from training.wandb import PROBE, WandbLog, _logged_in, flat, log_report
 
 
 def record(depth: int) -> dict:
@@ -87,39 +88,42 @@ def test_online_only_where_a_key_is_at_hand(tmp_path, monkeypatch):
     assert _logged_in(server)
 
 
-def chunks(file: bytes) -> Iterator[bytes]:
-    """The records of a W&B file: LevelDB's log format (blocks of 32 KiB; checksum, length and type before each part) after
-    a header of 7 bytes."""
-    at, record = 7, b""
-    while at + 7 <= len(file):
-        if 32768 - at % 32768 < 7:
-            at += 32768 - at % 32768
-            continue
-        _, length, kind = struct.unpack("<IHB", file[at : at + 7])
-        record += file[at + 7 : at + 7 + length]
-        at += 7 + length
-        if kind in (1, 4):  # whole, or the last part
-            yield record
-            record = b""
+def inspected(path: Path) -> list[dict[str, Any]]:
+    """The records of a W&B file, read by W&B itself: what its command `wandb leet inspect --json PATH` starts, without the
+    second that the command's Python takes. Its Python reads such files no more, and `wandb sync` only to send them."""
+    words = ["leet", "inspect", "--json", "--no-observability", "--run-file", str(path), str(path.parents[1])]
+    read = subprocess.run([get_core_path(), *words], capture_output=True, text=True, timeout=60)
+    assert read.returncode == 0, read.stderr
+    records = [json.loads(line) for line in read.stdout.splitlines()]
+    assert [record["num"] for record in records] == list(range(1, len(records) + 1))
+    return records
+
+
+def number(value: Any) -> Any:
+    """What JSON lacks, W&B writes as text."""
+    return float(value) if value in ("NaN", "Infinity", "-Infinity") else value
 
 
 def kept(directory: Path) -> list[SimpleNamespace]:
-    """The W&B runs of a run directory, the earliest first, read with W&B's own messages: `id`, `config`, `exit_code`
-    and `history`, a dict for each step."""
+    """The W&B runs of a run directory, the earliest first: `id`, `group`, `job_type`, `config`, `summary`, `artifacts`,
+    `exit_code`, and `history`, a dict for each step."""
     wandb.teardown()  # as at the end of the process: W&B's own process then has written everything
-    from wandb.proto import wandb_internal_pb2 as messages
-
     runs = []
     for path in sorted(directory.glob("wandb/*run-*/run-*.wandb")):
-        found: Any = SimpleNamespace(id=None, config={}, exit_code=None, history=[])
-        for data in chunks(path.read_bytes()):
-            message = messages.Record()
-            message.ParseFromString(data)
-            items = {"/".join(i.nested_key) or i.key: json.loads(i.value_json) for i in message.history.item}
-            found.history += [items] if items else []
-            found.id = message.run.run_id or found.id
-            found.config |= {item.key: json.loads(item.value_json) for item in message.run.config.update}
-            found.exit_code = message.exit.exit_code if message.HasField("exit") else found.exit_code
+        found: Any = SimpleNamespace(id=None, config={}, exit_code=None, history=[], summary={}, artifacts=[])
+        for record in inspected(path):
+            kind, content = record["type"], record[record["type"]]
+            if kind == "run":
+                found.id, found.config = content["run_id"], found.config | content["config"].get("update", {})
+                found.group, found.job_type = content.get("run_group"), content.get("job_type")
+            elif kind == "history":
+                found.history.append({key: number(value) for key, value in content["item"].items()})
+            elif kind == "summary":
+                found.summary |= content.get("update", {})
+            elif kind == "artifact":
+                found.artifacts.append(content)
+            elif kind == "exit":
+                found.exit_code = content.get("exit_code", 0)
         runs.append(found)
     return runs
 
@@ -251,6 +255,116 @@ def test_a_run_goes_on_where_wandb_dies(tmp_path, monkeypatch, capsys):
     alive.finish()
 
 
+# Studies
+
+
+def studied(directory: Path, **also: str) -> Path:
+    """The directory, with files of a study's end in it; `also`: name -> text of others."""
+    files = {
+        "claims.json": "{}",
+        "report.html": "<p>old</p>",
+        "figures/a.svg": "<svg/>",
+        "figures/more/b.svg": "",
+    } | also
+    for name, text in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text)
+    return directory
+
+
+def files_of(artifact: dict[str, Any]) -> dict[str, str]:
+    """Name -> text of each file of an artifact, as `wandb sync` would send it."""
+    return {each["path"]: Path(each["local_path"]).read_text() for each in artifact["manifest"]["contents"]}
+
+
+REPORT = """
+import sys
+from pathlib import Path
+from training.wandb import log_report
+
+study = Path(sys.argv[1])
+files = [study / name for name in ("report.html", "claims.json", "report.png", "figures")]
+log_report(study, "depth-laptop", files, {"post_fails": "holds", "pre": "undecided"}, group="by hand")
+assert not {"torch", "lightning"} & set(sys.modules)
+"""
+
+
+def report(study: Path, **variables: str) -> str:
+    known = environment_of(study / "cache") | {"WANDB_RUN_GROUP": "of the runs"} | variables
+    ended = subprocess.run([sys.executable, "-c", REPORT, str(study)], env=known, capture_output=True, text=True)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    return ended.stdout
+
+
+def test_the_end_of_a_study_is_a_run_with_its_report(tmp_path):
+    """Ended twice, the first end keeps its own report, though none has been sent when the second is drawn."""
+    assert report(studied(tmp_path)) == ""
+    time.sleep(1)  # W&B names its folders by the second
+    report(studied(tmp_path, **{"report.html": "<p>new</p>", "report.png": "png"}))
+    first, second = kept(tmp_path)
+    assert first.id == second.id
+    assert (first.group, first.job_type, first.exit_code) == ("by hand", "study", 0)
+    assert (first.summary["claims/post_fails"], first.summary["claims/pre"]) == ("holds", "undecided")
+    told = {"claims.json": "{}", "report.html": "<p>old</p>", "figures/a.svg": "<svg/>", "figures/more/b.svg": ""}
+    (artifact,), (again,) = first.artifacts, second.artifacts
+    assert (artifact["name"], artifact["type"]) == (again["name"], again["type"]) == ("depth-laptop-report", "report")
+    assert files_of(artifact) == told
+    assert files_of(again) == told | {"report.html": "<p>new</p>", "report.png": "png"}
+    assert all(Path(each["local_path"]).is_relative_to(tmp_path) for each in artifact["manifest"]["contents"])
+
+
+@pytest.mark.parametrize("mode, said", [("disabled", ""), ("online", "W&B has no report of this study (ValueError: ")])
+def test_a_study_ends_without_wandb(tmp_path, mode: str, said: str):
+    """Nobody is logged in: nothing is asked."""
+    (tmp_path / "tmp").mkdir()
+    nobody = {"NETRC": str(tmp_path / "none"), "WANDB_API_KEY": "", "TMPDIR": str(tmp_path / "tmp")}
+    assert report(studied(tmp_path), WANDB_MODE=mode, **nobody).startswith(said)
+    assert [path.parent for path in tmp_path.rglob("claims.json")] == [tmp_path]  # and nothing is copied
+
+
+def test_what_wandb_cannot_take_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(wandb.Artifact, "add_file", lambda *_, **__: 1 / 0)
+    log_report(studied(tmp_path), "depth", [tmp_path / "claims.json"], {}, group="depth")
+    assert capsys.readouterr().out.startswith("W&B has no report of this study (ZeroDivisionError: ")
+    (run,) = kept(tmp_path)
+    assert run.exit_code == 1  # no report that looks complete
+
+
+@pytest.mark.slow
+def test_wandb_holds_all_that_the_runs_of_a_study_recorded(tmp_path):
+    """Two runs of a command and the end of their study, read back from what W&B would send: every line of metrics.jsonl in
+    its place with each of its keys, every setting, and the group that the environment names for all three."""
+    words = [*SMALL, "data=synthetic", "data.tokens=20000", "steps=25", "val_every=10", "probe_every=10", "seed=0,1"]
+    ended = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), "-m", *words, f"hydra.sweep.dir={tmp_path}"],
+        env=environment_of(tmp_path / "cache") | {"WANDB_RUN_GROUP": "demo"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for job in "01":
+        (run,) = kept(tmp_path / job)
+        assert run.group == "demo" and run.job_type is None
+        config = yaml.safe_load((tmp_path / job / "config.yaml").read_text())
+        assert run.config == config | {"_wandb": run.config["_wandb"]} and run.config["seed"] == int(job)
+        records = [json.loads(line) for line in (tmp_path / job / "metrics.jsonl").read_text().splitlines()]
+        wanted = [(record["step"], key, value) for record in records for key, value in flat(record).items()]
+        found = [
+            (step["_step"], key, value)
+            for step in run.history
+            for key, value in step.items()
+            if not key.startswith("_") and not key.startswith("report")
+        ]
+        # W&B has the lines of one step as one: their keys differ but for the tokens so far
+        by_place = {(step, key): value for step, key, value in wanted}
+        assert len(found) == len(by_place) > 25 * 5
+        assert {(step, key): value for step, key, value in found} == pytest.approx(by_place, rel=1e-8)  # 9 digits
+        summary = json.loads((tmp_path / job / "summary.json").read_text())
+        assert {key: run.summary.get(key) for key in summary} == summary
+    report(studied(tmp_path))
+    (run,) = kept(tmp_path)
+    assert run.job_type == "study" and run.artifacts and run.summary["claims/post_fails"] == "holds"
+
+
 # Command lines whose network is a socket of ours
 
 
@@ -351,3 +465,13 @@ def test_a_server_that_cannot_be_reached_costs_seconds_and_no_run(tmp_path, sile
     assert [step["_step"] for step in run.history][:3] == [0, 1, 2] and run.exit_code == 0
     assert tried.history == []
     assert bool(silent.taken) == (answers == "is silent")
+
+
+@pytest.mark.slow
+def test_a_silent_server_costs_seconds_and_no_report(tmp_path, silent):
+    started = time.monotonic()
+    said = report(studied(tmp_path), WANDB_MODE="online", WANDB_API_KEY="0" * 40, WANDB_BASE_URL=silent.url)
+    assert said.startswith("W&B cannot be reached") and said.count("\n") == 1
+    assert time.monotonic() - started < 60 and silent.taken
+    _, offline = sorted(kept(tmp_path), key=lambda run: len(run.artifacts))
+    assert offline.artifacts and offline.exit_code == 0
