@@ -1,10 +1,11 @@
 """A study on disk: its plan, and its end, where its runs are read, its claims judged and shown, and a picture drawn."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from stability.claims import parse
 from stability.judging import Case, Judged, judge, table, write
@@ -55,9 +56,8 @@ class Plan:
         """ValueError, one line, where `study.json` is none."""
         path = directory / PLAN
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**known | {"points": [Point(**point) for point in known["points"]]})
-        except (ValueError, TypeError, KeyError, AttributeError):
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except ValueError:
             raise ValueError(f"{path} is damaged: the command of the study writes it anew") from None
 
     def judged(self, runs: Sequence[Run | None]) -> list[Judged]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from stability.records import mapping, metrics_line
+from stability.records import LOADER, mapping, metrics_line
 from stability.whole import replace
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ def rows(
     `jobs` are listed, those that left a record."""
     recorded: dict[tuple[str, ...], tuple[list[str], Path]] = {}
     for path, words in _recorded(directory):
-        recorded.setdefault(_plain(words), (words, path))
+        recorded.setdefault(same_job(words), (words, path))
     if jobs is None:
         return [_row(n, words, (path, _summary(path)), directory) for n, (words, path) in enumerate(recorded.values())]
     found = {words: (path, _summary(path)) for words, (_, path) in recorded.items()}
-    return [_row(n, words, ran.get(n) or found.get(_plain(words)), directory) for n, words in enumerate(jobs)]
+    return [_row(n, words, ran.get(n) or found.get(same_job(words)), directory) for n, words in enumerate(jobs)]
 
 
 def write(directory: Path, rows: Sequence[Row]) -> None:
@@ -110,15 +110,22 @@ def end(
     return table
 
 
+def overrides(path: Path) -> list[str] | None:
+    """The words of an `overrides.yaml`; None where there is none, or a damaged one, which is nobody's."""
+    with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+        words = yaml.load(path.read_text(encoding="utf-8"), LOADER)
+        if isinstance(words, list):
+            return [str(word) for word in words]
+    return None
+
+
 def _recorded(directory: Path) -> Iterator[tuple[Path, list[str]]]:
     for path in sorted(directory.rglob("overrides.yaml")):
-        with suppress(OSError, ValueError, yaml.YAMLError):  # a damaged one is nobody's
-            words = yaml.safe_load(path.read_text(encoding="utf-8"))
-            if isinstance(words, list):
-                yield path.parent, [str(word) for word in words]
+        if (words := overrides(path)) is not None:
+            yield path.parent, words
 
 
-def _plain(words: Sequence[str]) -> tuple[str, ...]:
+def same_job(words: Sequence[str]) -> tuple[str, ...]:
     """What tells a job: Hydra escapes an interpolation, and a run does not keep that it was forced."""
     return tuple(word.replace("\\", "") for word in words if not word.startswith("resume_force="))
 
