@@ -62,7 +62,7 @@ class Gathered:
 def gather(directories: Sequence[Path]) -> Gathered:
     """The runs that are, or lie below, these directories; of one that holds `study.json` its runs, missing ones too.
 
-    Whatever is damaged is said, and put up with. Raises ValueError where there is no run at all.
+    Whatever is damaged is said, and put up with.
     """
     places: dict[Path, str] = {}  # of the runs, with the name of each in its directory
     others: dict[str, str] = {}
@@ -77,11 +77,18 @@ def gather(directories: Sequence[Path]) -> Gathered:
                 places[place] = name
     plan = _plan(directories[0], others) if len(directories) == 1 else None
     gathered = _of_study(directories[0], plan, places, others) if plan else _of_folders(places, others)
-    if not gathered.runs:
-        raise ValueError(_nothing(directories, gathered))
     shown = [directory.resolve().name or str(directory) for directory in directories]
     title = plan.study if plan else ", ".join(shown) if len(shown) <= TOLD else f"{len(shown)} directories"
     return replace(gathered, title=title)
+
+
+def nothing(directories: Sequence[Path], gathered: Gathered) -> str:
+    """Why there is no run at all, in one line."""
+    named = [*map(str, directories)]
+    reasons = [why if name in named else f"{name}: {why}" for name, why in gathered.others.items()]
+    reasons = [*(f"{entry.name}: {entry.why}" for entry in gathered.entries), *reasons]
+    left = f"; and {len(reasons) - TOLD} more" if len(reasons) > TOLD else ""
+    return f"{', '.join(named)} is not a run directory and holds none: {'; '.join(reasons[:TOLD])}{left}"
 
 
 def wrong(run: Run) -> str:
@@ -169,14 +176,6 @@ def _foreign(names: list[str]) -> str:
     return f"no run: {NO_RUN}"
 
 
-def _nothing(directories: Sequence[Path], gathered: Gathered) -> str:
-    named = [*map(str, directories)]
-    reasons = [why if name in named else f"{name}: {why}" for name, why in gathered.others.items()]
-    reasons = [*(f"{entry.name}: {entry.why}" for entry in gathered.entries), *reasons]
-    left = f"; and {len(reasons) - TOLD} more" if len(reasons) > TOLD else ""
-    return f"{', '.join(named)} is not a run directory and holds none: {'; '.join(reasons[:TOLD])}{left}"
-
-
 # -------------------------------------------------------------------------------------------------- what they are called
 
 
@@ -242,7 +241,9 @@ def _plan(directory: Path, others: dict[str, str]) -> Plan | None:
     if not (directory / PLAN).exists():
         return None
     try:
-        return Plan.read(directory)
+        plan = Plan.read(directory)
+        plan.judged([None] * len(plan.points))  # its claims are checked
+        return plan
     except (ValueError, OSError) as error:
         others[PLAN] = f"{error}; no claim is judged"
         return None

@@ -17,11 +17,11 @@ def facts(runs: Sequence[Run]) -> list[Facts]:
     already implies them. Everything that differs is said, so that a comparison of two things at once does not pass for a
     comparison of one. A run that has no config, or no axes, has none of its own and makes none for the others."""
     axes = _axes(runs)
-    changed = _differing([own for own in axes if own])
-    settings = [{k: v for k, v in _leaves(run.config) if not {k, k.split(".")[0]} & UNTOLD} for run in runs]
+    changed = differing([own for own in axes if own])
+    settings = [{k: v for k, v in leaves(run.config) if not {k, k.split(".")[0]} & UNTOLD} for run in runs]
     known = [own for own in settings if own]
-    differing = [key for key in _differing(known) if key not in changed]
-    told = changed + [key for key in differing if not _implied(key, changed, axes, settings)]
+    more = [key for key in differing(known) if key not in changed]
+    told = changed + [key for key in more if not _implied(key, changed, axes, settings)]
     return [
         {key: every[key] for key in told if key in every}
         for every in ({**own, **axis} for own, axis in zip(settings, axes, strict=True))
@@ -80,19 +80,21 @@ def _implied(key: str, changed: Sequence[str], axes: Sequence[Facts], settings: 
     return all(value_of.setdefault(choice, value) == value for choice, value in pairs)
 
 
-def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(`model.depth`, 12): what a nested mapping holds, by its full key."""
     if not isinstance(node, dict):
         yield path, node
         return
     for key, value in node.items():
         if not str(key).startswith("_"):  # Hydra's own: _target_, _partial_
-            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+            yield from leaves(value, f"{path}.{key}" if path else str(key))
 
 
 def _mapping(value: Any) -> Facts:
     return value if isinstance(value, dict) else {}
 
 
-def _differing(facts: Sequence[Facts]) -> list[str]:
+def differing(facts: Sequence[Facts]) -> list[str]:
+    """The keys that are not the same in all, in order."""
     keys = dict.fromkeys(key for fact in facts for key in fact)  # a dict, to keep the order
     return [key for key in keys if any(fact.get(key) != facts[0].get(key) for fact in facts)]
