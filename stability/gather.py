@@ -261,7 +261,8 @@ def _absent(point: Point, directory: Path, recorded: dict[Path, list[str] | None
     """Why a point of a study has no run."""
     other = recorded.get(directory / point.directory)
     if other is None:
-        return f"has not run: {point.directory} {others.get(point.directory) or 'is missing'}"
+        why = others.get(point.directory)
+        return f"has not run: {point.directory}: {why}" if why else f"has not run: {point.directory} is missing"
     differ = sorted({*same_job(other)} ^ {*same_job(point.words)})
     return f"{point.directory} holds the run of other words: {', '.join(differ[:TOLD])}"
 

@@ -78,15 +78,17 @@ def render(gathered: Gathered, judged: Sequence[Judged] = (), shown: Sequence[Sh
     )
     engine.filters["worded"] = worded
     entries, plan = gathered.entries, gathered.plan
-    keys = list(dict.fromkeys(key for entry in entries for key in entry.facts))
+    keys = dict.fromkeys(key for entry in entries for key in entry.facts)
+    table = [[_fact(entry.facts[key]) if key in entry.facts else Cell() for key in keys] for entry in entries]
+    numeric = [all(cell.number or cell.value is None for cell in column) for column in zip(*table, strict=True)]
     verdicts = Counter(map(verdict, entries))
     return engine.get_template("report.html.jinja").render(
         title=gathered.title,
         plan=plan,
         counts=list(_counts(verdicts, judged)),
         claims=[_claim(one) for one in judged],
-        keys=keys,
-        rows=[(entry, verdict(entry), _cells(entry, keys), _numbers(entry)) for entry in entries],
+        keys=dict(zip(keys, numeric, strict=True)),
+        rows=[(entry, verdict(entry), cells, _numbers(entry)) for entry, cells in zip(entries, table, strict=True)],
         columns=COLUMNS,
         meanings={word: said for word, said in MEANINGS.items() if word in verdicts},
         broken=[(entry.name, verdict(entry), entry.why) for entry in entries if entry.why],
@@ -154,11 +156,6 @@ def _numbers(entry: Entry) -> list[Cell]:
 def _number(value: Any, how: Any) -> Cell:
     """`value`: a number of a summary, or None."""
     return Cell() if value is None else Cell(how(value), json.dumps(value), True)
-
-
-def _cells(entry: Entry, keys: Sequence[str]) -> list[Cell]:
-    """What tells it apart."""
-    return [_fact(entry.facts[key]) if key in entry.facts else Cell() for key in keys]
 
 
 def _fact(value: Any) -> Cell:

@@ -52,6 +52,9 @@ READERS = [
     "claims",
     "judging",
     "observables",
+    "gather",
+    "origin",
+    "page",
 ]
 
 
