@@ -15,7 +15,7 @@ from stability.records import SUMMARY, Run, read
 from stability.study import PLAN, Plan, Point
 from stability.sweep import overrides, same_job
 
-PAGE = "report.html"
+PAGE, FIGURES = "report.html", "figures"
 SEED = re.compile(r"(?:^|[ _])seed=\d+")
 RECORD = ("metrics.jsonl", "summary.json")
 NO_RUN = "a run holds metrics.jsonl, summary.json and config.yaml"
@@ -153,11 +153,11 @@ def _search(directory: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterato
         yield directory, ""
         return
     inode = (status.st_dev, status.st_ino)
-    below = [directory / name for name in names if (directory / name).is_dir() and name != "figures"]
+    below = [directory / name for name in names if (directory / name).is_dir()]
     found = [] if inode in above else [pair for folder in below for pair in _search(folder, (*above, inode))]
     if any(not why for _, why in found) or (above == () and PLAN in names):
         yield from found
-    elif PAGE not in names:
+    elif above == () or (PAGE not in names and directory.name != FIGURES):  # what a report has left is not said
         yield directory, _foreign(names)
 
 

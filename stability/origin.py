@@ -75,7 +75,8 @@ def _environment(entry: Entry) -> Facts:
         found = mapping(entry.run.directory / "environment.json", []) if entry.run else None
     except OSError:
         found = None
-    facts = {key: value for key, value in leaves(found or {}) if key not in OWN and not key.startswith("versions.")}
+    flat = leaves(found or {})
+    facts = {key.replace(".", " "): value for key, value in flat if key not in OWN and not key.startswith("versions.")}
     versions = (found or {}).get("versions")
     if isinstance(versions, dict):
         facts["packages"] = ", ".join(f"{name} {version}" for name, version in versions.items())

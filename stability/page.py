@@ -17,7 +17,7 @@ from tqdm import tqdm
 from stability import judging
 from stability.claims import Claim, expected
 from stability.figures import Plate, plates
-from stability.gather import Entry, Gathered
+from stability.gather import FIGURES, Entry, Gathered
 from stability.judging import Judged
 from stability.label import words
 from stability.origin import origin, run_commands, study_command, worded
@@ -63,8 +63,8 @@ class Shown:
 
 
 def publish(gathered: Gathered, path: Path, judged: Sequence[Judged] = ()) -> None:
-    """Write the page to `path` (HTML), and each figure to `figures/` beside it, as PNG and SVG. Raises OSError."""
-    folder = path.parent / "figures"
+    """Write the page to `path` (HTML), and each figure to the folder `FIGURES` beside it, as PNG and SVG. Raises OSError."""
+    folder = path.parent / FIGURES
     folder.mkdir(parents=True, exist_ok=True)
     drawn = tqdm(plates(gathered.entries), desc="drawing", unit=" figures", disable=None, delay=1, leave=False)
     replace(path, render(gathered, judged, [_written(plate, folder) for plate in drawn]))

@@ -23,7 +23,7 @@ EVIL = "<script>alert('x')</script> & \"quoted\" grün"
 
 def plates(entries: Any) -> Iterator[Plate]:
     """Two figures: one small, one that is large as an SVG."""
-    for name, points in (("small", 3), ("large", 30_000)):
+    for name, points in (("small", 3), ("large", 7_000)):
         figure = Figure(figsize=(9, 3))
         figure.subplots().plot([place % 7 for place in range(points)], "o")
         yield Plate(name, f"A {name} one", f"Of {len(entries)} runs, {EVIL}", figure)
@@ -69,7 +69,7 @@ def test_the_page_says_what_became_of_all(study: Path):
         "pre seed=3 lr=0.1 diverged diverged at step 1: not finite from step 1 on",
         "pre seed=4 lr=0.1 no record has not run: pre_seed=4_lr=0.1: no run: a run holds",
         "notes left out is empty",
-        "All runs share: python 3.11 corpus hash abc packages torch 2, numpy 3 They differ in: what value runs threads 0 9:",
+        "All runs share: python 3.11 corpus hash abc packages torch 2, numpy 3 They differ in: what value runs threads 0 9 runs:",
         "settings that all runs share steps 200 model.depth 3 clip 1",
         "To repeat it python train.py study=twenty study.scale=laptop " + shlex.quote("name=it's"),
         "pre seed=4 lr=0.0001 python train.py seed=4 optimizer.lr=0.0001 model.depth=3",
@@ -112,7 +112,7 @@ def test_a_page_without_study_or_faults_has_no_sections_for_them(tmp_path: Path)
     write_run(tmp_path / "a", lines_of(3), steps_done=3)
     html = render(gather([tmp_path]))
     assert re.findall(r'<section id="(\w+)"', html) == ["runs", "environment", "commands"]
-    assert "what is wrong" not in html and "1 run has no environment.json: run 0." in text_of(html)
+    assert "what is wrong" not in html and "Without an environment.json: 1 run: run 0." in text_of(html)
 
 
 # ------------------------------------------------------------------------------------------------------------- a browser
