@@ -188,7 +188,7 @@ def test_its_numbers_are_those_of_the_summaries(visit: Visit, study: Path):
         "4.8143",
         "–",
         "5 / 5",
-        "10,019",
+        "10,009",
         "10.5",
         "512 MiB",
         "",
