@@ -1,67 +1,97 @@
-"""Draw finished or running runs: python scripts/report.py RUN [RUN ...] [--out PATH]."""
+"""What runs came to, to look at: python scripts/report.py DIR [DIR ...] [--out PATH]."""
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from stability.label import label
-from stability.records import Run, read
+from stability.gather import PAGE, Gathered, gather, nothing
+from stability.records import Run
 from stability.report import draw_run, draw_runs
 
 DESCRIPTION = """\
-Draw one run (loss, gradient norm, and the gradient norm of every layer at every logged step), or compare several.
-Prints the path of the figure, then one line for each run: label, verdict, final loss, validation loss, steps.
+Of one run: draw loss, gradient norm, and the gradient norm of every layer at every logged step. Of several, which may lie
+anywhere below a directory: write one HTML page, which needs no network, with the claims of a study, a table, figures,
+what is broken and why, environment and commands; the figures are also put into figures/ beside it, as PNG and SVG.
+Prints the path, then one line for each run: label, verdict, final loss, validation loss, steps.
 Reads metrics.jsonl, summary.json and config.yaml; loads no model.
 """
 EPILOG = """examples:
   python scripts/report.py runs/2026-01-31/pre               # draws runs/2026-01-31/pre/report.png
-  python scripts/report.py runs/study/depth/* --out depth.png
+  python scripts/report.py runs/study/depth-laptop           # writes runs/study/depth-laptop/report.html
+  python scripts/report.py runs/depth/* --out depth.png      # a picture that compares them
 """
+LISTED = 40  # runs of which each gets a line
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="report.py", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run directory")
-    parser.add_argument("--out", type=Path, metavar="PATH", help="the PNG to write (default: RUN/report.png for one run, comparison.png for several)")  # fmt: skip
+    parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="a run directory, or one with runs below it")  # fmt: skip
+    parser.add_argument("--out", type=Path, metavar="PATH", help="what to write: a .png, a .html, or a directory for report.html (default: RUN/report.png for one run; DIR/report.html; report/report.html for several)")  # fmt: skip
     options = parser.parse_args(arguments)
     try:
-        return report(options.runs, options.out)
+        return report(options.directories, options.out)
     except (ValueError, OSError) as error:
         print(f"report.py: {error}", file=sys.stderr)
         return 2
 
 
 def report(directories: list[Path], out: Path | None) -> int:
-    """Draw and list the runs. Raises ValueError for what is no run, or for a path that is no PNG."""
-    runs, refused = [], []
-    for directory in directories:
-        try:
-            runs.append(read(directory))
-        except ValueError as error:
-            refused.append(str(error))
-    if not runs:
-        raise ValueError("; ".join(refused))
-    for line in refused:
-        print(f"report.py: left out: {line}", file=sys.stderr)
-    path = out or (runs[0].directory / "report.png" if len(runs) == 1 else Path("comparison.png"))
-    if path.suffix != ".png":
-        raise ValueError(f"--out must end in .png, not {path}")
-    if len(runs) == 1:
-        draw_run(runs[0], path)
+    """Draw or write, and list the runs. Raises ValueError where there is no run, or for a path that cannot be meant."""
+    path = None if out is None else out if out.suffix in (".png", ".html") else out / PAGE
+    if out and path != out and out.suffix and not out.is_dir():
+        raise ValueError(f"--out must end in .png or .html, or be a directory, not {out}")
+    gathered = gather(directories)
+    if not gathered.runs:
+        raise ValueError(nothing(directories, gathered))
+    alone = gathered.runs[0].directory if len(gathered.runs) == 1 else None
+    if path is None:
+        path = _default(directories, alone)
+    if path.suffix == ".png":
+        _draw(gathered, path)
     else:
-        draw_runs(runs, path)
+        from stability.page import publish
+
+        judged = gathered.plan.judged([entry.run for entry in gathered.entries]) if gathered.plan else ()
+        publish(gathered, path, judged)
     print(path)
-    names = label(runs)
-    width = max(map(len, names))
-    for name, run in zip(names, runs, strict=True):
-        print(f"{name:{width}}  {_result(run)}")
-        for note in run.notes:
-            print(f"report.py: {run.directory}: {note}", file=sys.stderr)
+    _list(gathered)
     return 0
+
+
+def _default(directories: list[Path], alone: Path | None) -> Path:
+    if len(directories) == 1:
+        return directories[0] / ("report.png" if directories[0] == alone else PAGE)
+    return alone / "report.png" if alone in directories else Path("report") / PAGE
+
+
+def _draw(gathered: Gathered, path: Path) -> None:
+    """The picture of one run, or one that compares several."""
+    if len(gathered.runs) == 1:
+        draw_run(gathered.runs[0], path)
+    else:
+        draw_runs(gathered.runs, path, names=[entry.name for entry in gathered.entries if entry.run])
+
+
+def _list(gathered: Gathered) -> None:
+    """What is left out on stderr; a line for each run, of many how many there are of each verdict."""
+    for name, why in gathered.others.items():
+        print(f"report.py: left out: {name}: {why}", file=sys.stderr)
+    entries = [entry for entry in gathered.entries if entry.run]
+    if len(gathered.entries) > LISTED:
+        counts = Counter(entry.run.verdict if entry.run else "no record" for entry in gathered.entries)
+        print(f"{len(gathered.entries)} runs: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}")
+        return
+    width = max(len(entry.name) for entry in entries)
+    for entry in gathered.entries:
+        if entry.run:
+            print(f"{entry.name:{width}}  {_result(entry.run)}")
+        if entry.why:
+            print(f"report.py: {entry.name}: {entry.why}", file=sys.stderr)
 
 
 def _result(run: Run) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from stability import whole
 from stability.claims import Claim, Selection, expected, fixed, listed, same
+from stability.label import param
 from stability.observables import OBSERVABLES, Recorded, Unread, ratio
 from stability.records import Array
 from stability.sweep import JUDGED
@@ -222,19 +223,12 @@ def _without(params: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _label(point: _Point) -> str:
     """`post depth=12 seed=0 against pre`: of the rival only what differs."""
-    words = [point.arm, *(_word(point.params, name) for name in point.params)]
+    words = [point.arm, *(param(point.params, name) for name in point.params)]
     if point.rival:
         arm, params = point.rival
-        told = [_word(params, name) for name in params if not same(params[name], point.params.get(name))]
+        told = [param(params, name) for name in params if not same(params[name], point.params.get(name))]
         words += ["against", *([arm] if arm != point.arm or not told else []), *told]
     return " ".join(words)
-
-
-def _word(params: dict[str, Any], name: str) -> str:
-    """A param by the last part of its name, where that is its alone."""
-    last = name.rpartition(".")[2]
-    alone = sum(other.rpartition(".")[2] == last for other in params) == 1
-    return f"{last if alone else name}={params[name]}"
 
 
 # ---------------------------------------------------------------------------------------------------------- what is said

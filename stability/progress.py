@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stability.records import last_step, mapping
-from stability.sweep import DONE, JUDGED, own, plain, recorded, summary, told
+from stability.sweep import DONE, JUDGED, own, recorded, same_job, summary, told
 
 QUIET = 120.0  # seconds
 SHOWN = 20  # lines of running jobs at the most
@@ -97,7 +97,7 @@ class Watch:
         self.known: set[Path] = set()  # directories that were read
         self.wanted: dict[tuple[str, ...], list[Job]] = defaultdict(list)  # by their words, those without a directory
         for job in self.jobs:
-            self.wanted[plain(job.words)].append(job)
+            self.wanted[same_job(job.words)].append(job)
 
     def look(self, *, first: bool = False) -> list[str]:
         """Look at all that may have changed; a line for each job that has ended since, in the order of ending. What the `first`
@@ -130,7 +130,7 @@ class Watch:
         """Give each new directory to the job of its words, the first that lacks one."""
         for where, words in recorded(self.directory, self.known):
             self.known.add(where)
-            if waiting := self.wanted[plain(words)]:
+            if waiting := self.wanted[same_job(words)]:
                 waiting.pop(0).where = where
             elif self.open:
                 self.jobs.append(Job(len(self.jobs), words, where))
@@ -169,7 +169,7 @@ class Watch:
         """Its directory has vanished: it waits again."""
         self.known.discard(where)
         self.jobs[job.number] = again = Job(job.number, job.words)
-        self.wanted[plain(job.words)].append(again)
+        self.wanted[same_job(job.words)].append(again)
 
     def shown(self, console: Console) -> RenderableType:
         """A line for each running job, as many as there is room for, and one that counts."""

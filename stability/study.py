@@ -1,15 +1,16 @@
 """A study on disk: its plan, and its end, where its runs are read, its claims judged and shown, and a picture drawn."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from stability.claims import parse
 from stability.judging import Case, Judged, judge, table, write
-from stability.records import Run, read
-from stability.sweep import JUDGED, rows, wide_console
+from stability.records import Run
+from stability.sweep import JUDGED, wide_console
 from stability.whole import document, replace
 
 SHOWN = 8  # runs in the picture where the study does not choose
@@ -55,9 +56,8 @@ class Plan:
         """ValueError, one line, where `study.json` is none."""
         path = directory / PLAN
         try:
-            known = json.loads(path.read_text(encoding="utf-8"))
-            return cls(**known | {"points": [Point(**point) for point in known["points"]]})
-        except (ValueError, TypeError, KeyError, AttributeError):
+            return TypeAdapter(cls).validate_json(path.read_bytes())
+        except ValueError:
             raise ValueError(f"{path} is damaged: the command of the study writes it anew") from None
 
     def judged(self, runs: Sequence[Run | None]) -> list[Judged]:
@@ -68,11 +68,14 @@ class Plan:
 
 
 def conclude(directory: Path) -> None:
-    """Judge the study in `directory`: write `claims.json` and `report.png` there, and show the table of claims."""
+    """Judge the study in `directory`: write `claims.json`, `report.png` and the page `report.html` there, and show the table
+    of claims."""
+    from stability.gather import PAGE, gather
+    from stability.page import publish
+
+    gathered = gather([directory])
     plan = Plan.read(directory)
-    found = rows(directory, [point.words for point in plan.points], {})
-    # a directory may hold the run of other words, which this study has refused to touch: that one is not found
-    runs = [read(directory / str(row.directory)) if row.verdict in JUDGED else None for row in found]
+    runs = [entry.run for entry in gathered.entries]
     judged = plan.judged(runs)
     ran = {key: list(dict.fromkeys(point.params[key] for point in plan.points)) for key in plan.points[0].params}
     about = {"study": plan.study, "question": plan.question, "scale": plan.scale, "words": plan.words}
@@ -80,10 +83,13 @@ def conclude(directory: Path) -> None:
     console = wide_console()
     console.print(f"\n{plan.question}\n", soft_wrap=True)
     console.print(table(judged))
-    there = [(point, run) for point, run in zip(plan.points, runs, strict=True) if run]
+    there = [(point, run) for point, run in zip(plan.points, runs, strict=True) if run and run.verdict in JUDGED]
     if shown := [(point, run) for point, run in there if _chosen(point, plan.draw)] or there[:SHOWN]:
         _draw(shown, directory / "report.png")
         console.print(f"picture: {directory / 'report.png'}", soft_wrap=True)
+    if gathered.runs:
+        publish(gathered, directory / PAGE, judged)
+        console.print(f"page:    {directory / PAGE}", soft_wrap=True)
     console.print(f"claims:  {directory / 'claims.json'}", soft_wrap=True)
     if len(there) < len(plan.points):
         console.print(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from stability.records import mapping, metrics_line
+from stability.records import LOADER, mapping, metrics_line
 from stability.whole import replace
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ def rows(
     `jobs` are listed, those that left a record."""
     known: dict[tuple[str, ...], tuple[list[str], Path]] = {}
     for path, words in recorded(directory):
-        known.setdefault(plain(words), (words, path))
+        known.setdefault(same_job(words), (words, path))
     if jobs is None:
         return [_row(n, words, (path, summary(path)), directory) for n, (words, path) in enumerate(known.values())]
     found = {words: (path, summary(path)) for words, (_, path) in known.items()}
-    return [_row(n, words, ran.get(n) or found.get(plain(words)), directory) for n, words in enumerate(jobs)]
+    return [_row(n, words, ran.get(n) or found.get(same_job(words)), directory) for n, words in enumerate(jobs)]
 
 
 def write(directory: Path, rows: Sequence[Row]) -> None:
@@ -112,6 +112,15 @@ def end(
     return table
 
 
+def overrides(path: Path) -> list[str] | None:
+    """The words of an `overrides.yaml`; None where there is none, or a damaged one, which is nobody's."""
+    with suppress(OSError, ValueError, RecursionError, yaml.YAMLError):
+        words = yaml.load(path.read_text(encoding="utf-8"), LOADER)
+        if isinstance(words, list):
+            return [str(word) for word in words]
+    return None
+
+
 def recorded(directory: Path, known: Container[Path] = ()) -> Iterator[tuple[Path, list[str]]]:
     """The runs below `directory` by path, each with its overrides; without those that are `known` and all that lies in them."""
     for place, folders, files in os.walk(directory):
@@ -119,10 +128,8 @@ def recorded(directory: Path, known: Container[Path] = ()) -> Iterator[tuple[Pat
         folders[:] = sorted((name for name in folders if where / name not in known), key=_as_numbered)
         if "overrides.yaml" not in files or where in known:
             continue
-        with suppress(OSError, ValueError, yaml.YAMLError):  # a damaged one is nobody's
-            words = yaml.safe_load((where / "overrides.yaml").read_text(encoding="utf-8"))
-            if isinstance(words, list):
-                yield where, [str(word) for word in words]
+        if (words := overrides(where / "overrides.yaml")) is not None:
+            yield where, words
 
 
 def _as_numbered(name: str) -> tuple[int, str]:
@@ -130,7 +137,7 @@ def _as_numbered(name: str) -> tuple[int, str]:
     return (int(name) if name.isdigit() else 0, name)
 
 
-def plain(words: Sequence[str]) -> tuple[str, ...]:
+def same_job(words: Sequence[str]) -> tuple[str, ...]:
     """What tells a job: Hydra escapes an interpolation, and a run does not keep that it was forced."""
     return tuple(word.replace("\\", "") for word in words if not word.startswith("resume_force="))
 

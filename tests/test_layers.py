@@ -54,6 +54,9 @@ READERS = [
     "claims",
     "judging",
     "observables",
+    "gather",
+    "origin",
+    "page",
 ]
 
 

@@ -83,8 +83,9 @@ def test_report_draws_one_and_compares_two(first):
     assert one.stdout.splitlines()[0] == f"{directory}/report.png"
     assert json.loads((directory / "summary.json").read_text())["verdict"] in one.stdout
     (cwd / "void").mkdir(exist_ok=True)
-    two = command("scripts/report.py", str(directory), str(directory), "void", cwd=cwd)
-    assert "left out: void is not a run directory" in two.stderr
+    shutil.copytree(directory, cwd / "copy", dirs_exist_ok=True)
+    two = command("scripts/report.py", str(directory), "copy", "void", "--out", "comparison.png", cwd=cwd)
+    assert "left out: void: is empty" in two.stderr
     assert two.stdout.splitlines()[0] == "comparison.png"
     assert (cwd / "comparison.png").read_bytes()[1:4] == b"PNG"
 

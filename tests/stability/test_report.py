@@ -287,7 +287,7 @@ def test_command_draws_lists_and_refuses(tmp_path: Path) -> None:
     ]
     check_png(tmp_path / "stable" / "report.png")
 
-    two = command("stable", "diverged", cwd=tmp_path)
+    two = command("stable", "diverged", "--out", "comparison.png", cwd=tmp_path)
     assert two.stdout.splitlines()[0] == "comparison.png" and len(two.stdout.splitlines()) == 3
     assert "diverged     loss      -  val      -  steps 120/120" in two.stdout
     check_png(tmp_path / "comparison.png")
