@@ -3,34 +3,38 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from stability.curves import EMPTY, Curve, profile, smooth_loss, smooth_norm, thread
 from stability.gather import Entry
 from stability.groups import Layout, arranged, grouped, grouped_along
 from stability.maps import heat_maps, stability_map
-from stability.observables import Unread, loss_or_start
-from stability.panel import LAYER, log_y, loss_top
+from stability.observables import Unread, loss_or_start, verdict
+from stability.panel import LAYER, log_y, loss_top, rate
 from stability.records import Run
 from stability.sheets import (
     POINTS,
     STEP,
     Drawing,
+    by_group,
+    by_verdict,
     columns_for,
+    diverged,
     draw_behind,
-    draw_groups,
+    draw_each,
+    draw_medians,
     draw_points,
-    draw_verdicts,
     left_out,
     legend,
     level,
+    mark_ends,
     name_axes,
     reading,
     sheet,
@@ -67,34 +71,36 @@ def plates(entries: Sequence[Entry]) -> Iterator[Plate]:
 
 
 def loss(entries: Sequence[Entry]) -> Drawing | None:
-    drawn = _with(entries, smooth_loss, 2)
-    cut = loss_top([smooth_loss(entry.run).y for entry in drawn if entry.run])
+    curve = cache(smooth_loss)
+    drawn = _with(entries, curve, 2)
+    cut = loss_top([curve(entry.run).y for entry in drawn if entry.run])
     top, highest = cut or (math.inf, 0.0)
-    page = _page_of_curves(drawn, [("", smooth_loss)], top)
+    page = _page_of_curves(drawn, [("", curve)], top)
     if page is None:
         return None
     figure, panels, layout, runs = page
     entropy = level(panels, runs, *ENTROPY)
     if cut:
-        lowest = min(np.nanmin(smooth_loss(run).y) for run in runs)
+        lowest = min(np.nanmin(curve(run).y) for run in runs)
         panels[0].set_ylim(lowest - 0.05 * (top - lowest), top)
     name_axes(figure, panels, STEP, LOSS + (f", cut off: it rises to {highest:.3g}" if cut else ""))
     legend(figure, [*signs(layout, runs, crosses=True), *entropy])
     what = "Training loss, as the running mean over a fiftieth of the run."
-    return figure, f"{what} {reading(layout)}{left_out(entries, runs, 'two losses')}"
+    return figure, f"{what} {reading(layout)}{_ends(runs)}{left_out(entries, runs, 'two losses')}"
 
 
 def gradient_norm(entries: Sequence[Entry]) -> Drawing | None:
-    page = _page_of_curves(_with(entries, smooth_norm, 2), [("", smooth_norm)])
+    curve = cache(smooth_norm)
+    page = _page_of_curves(_with(entries, curve, 2), [("", curve)], math.inf)
     if page is None:
         return None
     figure, panels, layout, runs = page
     log_y(panels[0], "")
     name_axes(figure, panels, STEP, "total gradient norm (L2)")
     legend(figure, signs(layout, runs, crosses=True))
-    what = "Gradient norm of the whole model before clipping: its geometric mean over a fiftieth of the run."
-    band = "" if layout is None else " The band holds every norm of those steps, over all seeds."
-    return figure, f"{what} {reading(layout)}{band}{left_out(entries, runs, 'two gradient norms')}"
+    what = "Gradient norm of the whole model before clipping, as the geometric mean over a fiftieth of the run."
+    band = "from the smallest to the largest norm of those steps"
+    return figure, f"{what} {reading(layout, band)}{_ends(runs)}{left_out(entries, runs, 'two gradient norms')}"
 
 
 def depth_profile(entries: Sequence[Entry]) -> Drawing | None:
@@ -116,15 +122,21 @@ def depth_profile(entries: Sequence[Entry]) -> Drawing | None:
     return figure, f"{what} {reading(layout)}{left_out(entries, runs, 'two layers to draw')}"
 
 
+def _ends(runs: Sequence[Run]) -> str:
+    lost = any(verdict(run) == "diverged" for run in runs)
+    return " A run that diverged is a thin line of its own, which ends at its cross." if lost else ""
+
+
 def _with(entries: Sequence[Entry], curve: Callable[[Run], Curve], points: int) -> list[Entry]:
     """Those whose curve has at least so many points."""
     return [entry for entry in entries if entry.run and len(curve(entry.run).known) >= points]
 
 
 def _page_of_curves(
-    entries: Sequence[Entry], parts: Sequence[tuple[str, Callable[[Run], Curve]]], top: float = math.inf
+    entries: Sequence[Entry], parts: Sequence[tuple[str, Callable[[Run], Curve]]], top: float | None = None
 ) -> tuple[Figure, list[Axes], Layout | None, list[Run]] | None:
-    """A panel for each of the layout's panels and each part (what it is called, and its curve of a run)."""
+    """A panel for each of the layout's panels and each part (what it is called, and its curve of a run). With `top` a
+    diverged run is a line of its own that ends in a cross, no higher than that."""
     if not entries:
         return None
     groups = grouped(entries)
@@ -134,12 +146,17 @@ def _page_of_curves(
     columns = columns_for(len(shown)) if len(parts) == 1 else 2 if len(shown) <= 8 else 4
     figure, panels = sheet(titles, columns)
     for panel, ((_, drawn), (_, curve)) in zip(panels, shown, strict=True):
+        kinds = by_group(drawn) if layout else by_verdict(runs)
+        ended = [] if top is None else diverged(kinds)
+        points = POINTS // columns
         if layout is None:
-            draw_verdicts(panel, runs, curve, top)
-            continue
-        if layout.names == [""]:
-            draw_behind(panel, groups, curve, POINTS // columns)
-        draw_groups(panel, drawn, curve, POINTS // columns, top)
+            draw_each(panel, kinds, curve, points)
+        else:
+            if layout.names == [""]:
+                draw_behind(panel, groups, curve, points)
+            draw_medians(panel, diverged(kinds, False) if ended else kinds, curve, points)
+            draw_each(panel, ended, curve, points)
+        mark_ends(panel, ended, curve, top or math.inf)
     return figure, panels, layout, runs
 
 
@@ -169,21 +186,19 @@ def _against(
     shown = layout.panels if layout else [("", [])]
     figure, panels = sheet([title for title, _ in shown], columns_for(len(shown)))
     for panel, (_, its) in zip(panels, shown, strict=True):
+        kinds = by_group(its) if layout else by_verdict(runs)
         if layout:
-            draw_groups(panel, its, at, POINTS)
-        draw_points(panel, its, runs, at)
+            draw_medians(panel, kinds, at, POINTS)
+        draw_points(panel, diverged(kinds, False), at)
+        mark_ends(panel, diverged(kinds), at)
     entropy = level(panels, runs, *ENTROPY)
-    _ticks(
-        panels[0],
-        places,
-        max(2, 8 // columns_for(len(shown))),
-        said,
-        log=key == "optimizer.lr" or places[-1] > 8 * places[0],
-    )
+    log = key == "optimizer.lr" or places[-1] > 8 * places[0]
+    _ticks(panels[0], places, 12 // columns_for(len(shown)), said, log=log)
     name_axes(figure, panels, text, "final " + LOSS)
     legend(figure, [*signs(layout, runs, crosses=True, markers=True), *entropy])
-    what = f"Final training loss against the {text.split(' (')[0]}, at most the loss of the first step, which a diverged run counts as."
-    return figure, f"{what} {reading(layout)} Points are runs.{left_out(entries, runs, 'a final loss')}"
+    what = f"Final training loss against the {text.split(' (')[0]}: at most the loss of the first step, and that for a run that diverged."
+    points = " Points are runs." if layout else ""
+    return figure, f"{what} {reading(layout)}{points}{left_out(entries, runs, 'a final loss')}"
 
 
 def _final(run: Run, across: Callable[[Run], Any]) -> Curve:
@@ -208,22 +223,18 @@ def _setting(run: Run, axis: str, key: str) -> Any:
     return settings.get(key) if isinstance(settings, dict) else None
 
 
-def rate(value: float) -> str:
-    """`3e-4`."""
-    mantissa, exponent = f"{value:.1e}".split("e")
-    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
-
-
 def _ticks(panel: Axes, places: Sequence[float], room: int, said: Callable[[float], str], *, log: bool) -> None:
     """At values that occur, as many as there is room for."""
+    measure = np.array(places)
     if log:
         panel.set_xscale("log")
-    measure = np.log(places) if log else np.array(places)
+        measure = np.log(places)
     kept = [0]
     for place in range(1, len(places)):
         if measure[place] - measure[kept[-1]] > 0.8 * (measure[-1] - measure[0]) / room:
             kept.append(place)
-    panel.xaxis.set_major_locator(FixedLocator([places[place] for place in kept]))
+    random = log and len(places) > 12  # as a random search draws them: no value is worth naming
+    panel.xaxis.set_major_locator(LogLocator() if random else FixedLocator([places[place] for place in kept]))
     panel.xaxis.set_minor_locator(NullLocator())
     panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: said(value)))
 

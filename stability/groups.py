@@ -69,8 +69,11 @@ def short(value: Any) -> str:
 def values(facts: Iterable[dict[str, Any]], key: str) -> list[Any]:
     """The different values of a fact, numbers by size and else in order of appearance; None where it is absent."""
     found = list({short(fact.get(key)): fact.get(key) for fact in facts}.values())
-    numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in found)
-    return sorted(found) if numbers else found
+    return sorted(found) if numeric(found) else found
+
+
+def numeric(found: Iterable[Any]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in found)
 
 
 def _group(name: str, members: Sequence[Entry]) -> Group:

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from stability.curves import drawable
 from stability.gather import Entry
-from stability.groups import ARM, SEED, Group, grouped, short, values
+from stability.groups import ARM, SEED, Group, grouped, numeric, short, values
 from stability.observables import verdict
-from stability.panel import GREY, LAYER, VERDICTS, ink, page, plain, positive
+from stability.panel import GREY, LAYER, VERDICTS, ink, page, plain, positive, rate
 from stability.records import Array, Run
 from stability.sheets import STEP, TEXT, WIDTH, Drawing, columns_for, left_out, legend, sheet
 
@@ -45,8 +45,8 @@ def heat_maps(entries: Sequence[Entry]) -> Drawing | None:
     for panel, run in zip(panels, runs, strict=True):
         mesh = heat_map(panel, run, scale, COLUMNS, ROWS)
         panel.grid(False)
-        panel.xaxis.set_major_locator(MaxNLocator(3, integer=True, min_n_ticks=1))
-        panel.yaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
+        panel.xaxis.set_major_locator(MaxNLocator(3, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+        panel.yaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     figure.supxlabel(STEP, fontsize=TEXT)
     figure.supylabel(LAYER, fontsize=TEXT)
     colour_bar(figure, mesh, panels, location="top", aspect=50).ax.tick_params(labelsize=TEXT - 1)
@@ -150,22 +150,22 @@ def stability_map(entries: Sequence[Entry]) -> Drawing | None:
     keys, verdicts = crossed(facts), [verdict(run) for run in runs]
     if not keys or set(verdicts) == {"too_short"}:
         return None
+    axes = {key: values(facts, key) for key in keys}
     keys.sort(
-        key=lambda key: max(len(short(value)) for value in values(facts, key))
-    )  # long words stand beside the rows
+        key=lambda key: (not numeric(axes[key]), max(map(len, _names(key, axes[key]))))
+    )  # words stand beside the rows
     across, down = keys if len(keys) == 2 else ("", keys[0])
-    columns, rows = values(facts, across), values(facts, down)
-    places = [(_place(columns, own.get(across)), _place(rows, own.get(down))) for own in facts]
+    columns, rows = axes.get(across, [None]), axes[down]
     if max(len(columns), len(rows)) > LARGEST:
-        figure, panel = _map_page(len(rows) * 0.1, columns, rows)
-        _letters(panel, places, verdicts)
-        how = "Each letter is a run, at the rank of its values where they are too many to be named."
+        figure, panel = _verdict_points(facts, verdicts, across, down)
+        how = "Each letter is a run."
     else:
-        figure, panel = _map_page(len(rows) * (0.45 if len(rows) <= 15 else 0.34), columns, rows)
         cells: dict[tuple[int, int], list[str]] = {}
-        for place, word in zip(places, verdicts, strict=True):
-            cells.setdefault(place, []).append(word)
-        _split_cells(panel, cells, (WIDTH - 0.6 - 0.08 * max(len(short(row)) for row in rows)) / len(columns))
+        for own, word in zip(facts, verdicts, strict=True):
+            cells.setdefault((_rank(columns, own.get(across)), _rank(rows, own.get(down))), []).append(word)
+        figure, panel = _verdict_cells(cells, _names(across, columns), _names(down, rows))
+        if not numeric(rows):
+            panel.invert_yaxis()  # arms are read from the top, numbers from below
         how = "A cell of several runs is split by their verdicts; it names the worst and how many of them came to it."
     panel.set_xlabel(across, fontsize=TEXT)
     panel.set_ylabel(down, fontsize=TEXT)
@@ -174,26 +174,15 @@ def stability_map(entries: Sequence[Entry]) -> Drawing | None:
         figure,
         [Patch(color=_colour(word), label=f"{_letter(word)}  {_said(word)} ({n})") for word, n in counts.items()],
     )
-    by = " and ".join(key for key in keys)
-    return figure, f"Verdicts of {len(runs)} runs by {by}. {how}" + left_out(entries, runs, "a record")
+    return figure, f"Verdicts of {len(runs)} runs by {' and '.join(keys)}. {how}" + left_out(entries, runs, "a record")
 
 
-def _map_page(height: float, columns: Sequence[Any], rows: Sequence[Any]) -> tuple[Figure, Axes]:
-    figure = page(WIDTH, 1.4 + min(height, 12.0))
-    panel = figure.add_subplot()
-    for axis, shown in ((panel.xaxis, columns), (panel.yaxis, rows)):
-        named = _spread(range(len(shown)), LARGEST)
-        axis.set_ticks(named, [plain(short(shown[place])) if shown != [None] else "" for place in named])
-    letters = sum(max(len(short(column)), 2) for column in _spread(columns, LARGEST))
-    panel.tick_params(labelsize=TEXT - 1, length=0)
-    panel.tick_params(axis="x", labelrotation=90 if letters > 70 else 0)
-    panel.set(xlim=(-0.5, len(columns) - 0.5), ylim=(-0.5, len(rows) - 0.5))
-    panel.spines[:].set_visible(False)
-    return figure, panel
-
-
-def _split_cells(panel: Axes, cells: dict[tuple[int, int], list[str]], width: float) -> None:
-    """Cells of so many inches: the worst verdict stands on the left."""
+def _verdict_cells(
+    cells: dict[tuple[int, int], list[str]], columns: Sequence[str], rows: Sequence[str]
+) -> tuple[Figure, Axes]:
+    """In a cell the worst verdict stands on the left."""
+    figure = page(WIDTH, 1.4 + len(rows) * (0.45 if len(rows) <= 15 else 0.34))
+    panel = figure.add_subplot(xlim=(-0.5, len(columns) - 0.5), ylim=(-0.5, len(rows) - 0.5))
     corners, colours = [], []
     for (column, row), words in cells.items():
         left = column - 0.47
@@ -202,14 +191,18 @@ def _split_cells(panel: Axes, cells: dict[tuple[int, int], list[str]], width: fl
             corners.append([(left, row - 0.45), (left, row + 0.45), (right, row + 0.45), (right, row - 0.45)])
             colours.append(_colour(word))
             left = right
-    panel.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="none", gid="cells"))
-    texts = _cell_texts(cells, width)
-    for place, text in texts.items():
-        worst = _worst_last(cells[place])[-1]
+    panel.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="none"))
+    width = (WIDTH - 0.6 - 0.08 * max(map(len, rows))) / len(columns)
+    under = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
+    for place, text in _cell_texts(cells, width).items():
         mixed = len(set(cells[place])) > 1
-        under = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
-        colour = "black" if mixed else ink(_colour(worst))
-        panel.text(*place, text, color=colour, fontsize=TEXT - 1, ha="center", va="center", linespacing=0.95, bbox=under if mixed else None)  # fmt: skip
+        colour, box = ("black", under) if mixed else (ink(_colour(cells[place][0])), None)
+        panel.text(*place, text, color=colour, fontsize=TEXT - 1, ha="center", va="center", linespacing=0.95, bbox=box)
+    panel.set_xticks(range(len(columns)), columns, rotation=90 if max(map(len, columns)) * 0.08 > width else 0)
+    panel.set_yticks(range(len(rows)), rows)
+    panel.tick_params(labelsize=TEXT - 1, length=0)
+    panel.spines[:].set_visible(False)
+    return figure, panel
 
 
 def _cell_texts(cells: dict[tuple[int, int], list[str]], width: float) -> dict[tuple[int, int], str]:
@@ -226,14 +219,39 @@ def _cell_texts(cells: dict[tuple[int, int], list[str]], width: float) -> dict[t
     return texts
 
 
-def _letters(panel: Axes, places: Sequence[tuple[int, int]], verdicts: Sequence[str]) -> None:
+def _verdict_points(
+    facts: Sequence[dict[str, Any]], verdicts: Sequence[str], across: str, down: str
+) -> tuple[Figure, Axes]:
+    """A letter for each run, at its values, or at their ranks where they are no numbers."""
+    figure = page(WIDTH, 6.5)
+    panel = figure.add_subplot()
+    at: list[list[Any]] = []
+    for key, axis, scale in ((across, panel.xaxis, panel.set_xscale), (down, panel.yaxis, panel.set_yscale)):
+        known, own = values(facts, key), [fact.get(key) for fact in facts]
+        if not numeric(known):
+            own = [_rank(known, value) for value in own]
+            axis.set_ticks(_spread(range(len(known)), LARGEST), labels=_spread(_names(key, known), LARGEST))
+        elif known[0] > 0 and known[-1] > 8 * known[0]:
+            scale("log")
+        at.append(own)
     for word in _worst_last(verdicts):
-        at = np.array([place for place, own in zip(places, verdicts, strict=True) if own == word]).T
-        panel.plot(*at, linestyle="", marker=f"${_letter(word)}$", markersize=6, color=_colour(word), gid=word)
+        x, y = ([value for value, its in zip(own, verdicts, strict=True) if its == word] for own in at)
+        panel.plot(x, y, linestyle="", marker=f"${_letter(word)}$", markersize=7, color=_colour(word))
+    panel.tick_params(labelsize=TEXT - 1)
     panel.grid(alpha=0.25)
+    panel.spines[["top", "right"]].set_visible(False)
+    return figure, panel
 
 
-def _place(known: Sequence[Any], value: Any) -> int:
+def _names(key: str, known: Sequence[Any]) -> list[str]:
+    """What stands at the ticks of a fact."""
+    if not key:
+        return [""] * len(known)
+    rates = key.split(".")[-1] == "lr" and numeric(known)
+    return [rate(value) if rates else plain(short(value)) for value in known]
+
+
+def _rank(known: Sequence[Any], value: Any) -> int:
     return [short(own) for own in known].index(short(value))
 
 

@@ -61,6 +61,12 @@ def loss_top(losses: Sequence[Array]) -> tuple[float, float] | None:
     return (1.5 * start, highest) if highest > 2 * start > 0 else None
 
 
+def rate(value: float) -> str:
+    """A learning rate in short: `3e-4`."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
 def ink(ground: str) -> str:
     """Black or white, whichever can be read on the colour."""
     red, green, blue = to_rgb(ground)

@@ -2,8 +2,8 @@
 too many, a line a run in the colour of its verdict."""
 
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,17 +26,19 @@ POINTS = 400  # of a curve across the page
 MARKERS = "osD^vPX"
 
 STEP = "step (optimizer steps)"
-CROSS: dict[str, Any] = {
-    "marker": "x",
-    "linestyle": "",
-    "markersize": 7,
-    "markeredgewidth": 1.8,
-    "clip_on": False,
-    "zorder": 4,
-}
+CROSS: dict[str, Any] = {"marker": "x", "linestyle": "", "markersize": 7, "markeredgewidth": 1.8}
 
 Drawing = tuple[Figure, str]  # with its caption
-Drawn = Sequence[tuple[int, Group]]  # the groups of a panel, each with the number of its line
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Runs that look the same in a panel."""
+
+    runs: Sequence[Run]
+    colour: str
+    dash: str
+    marker: str
 
 
 def sheet(titles: Sequence[str], columns: int, *, shared: bool = True) -> tuple[Figure, list[Axes]]:
@@ -48,15 +50,12 @@ def sheet(titles: Sequence[str], columns: int, *, shared: bool = True) -> tuple[
         spare.remove()
     panels = panels[: len(titles)]
     for place, (panel, title) in enumerate(zip(panels, titles, strict=True)):
-        panel.set_title(_wrapped(title, 92 // columns), loc="left", fontsize=TEXT)
+        lines = [textwrap.fill(plain(line), 80 // columns) for line in title.splitlines()]
+        panel.set_title("\n".join(lines), loc="left", fontsize=TEXT)
         panel.tick_params(labelsize=TEXT - 1, labelbottom=not shared or place + columns >= len(titles))
         panel.grid(alpha=0.25)
         panel.spines[["top", "right"]].set_visible(False)
     return figure, panels
-
-
-def _wrapped(title: str, width: int) -> str:
-    return "\n".join(textwrap.fill(plain(line), width) for line in title.splitlines())
 
 
 def name_axes(figure: Figure, panels: Sequence[Axes], across: str, up: str) -> None:
@@ -73,69 +72,64 @@ def columns_for(panels: int) -> int:
     return {1: 1, 2: 2, 4: 2}.get(panels, 3)
 
 
-def style(number: int) -> tuple[str, str, str]:
-    """Colour, dash and marker of a line: it differs from its neighbours in all three."""
-    return PALETTE[number % len(PALETTE)], DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)]
+def by_group(drawn: Iterable[tuple[int, Group]]) -> list[Kind]:
+    return [Kind(group.runs, *_style(number)) for number, group in drawn]
 
 
-def draw_groups(panel: Axes, drawn: Drawn, curve: Callable[[Run], Curve], points: int, top: float = np.inf) -> None:
-    """A line for each group, the median of its runs, and where it has several a band from the smallest to the largest; a
-    cross, no higher than `top`, where a diverged run ends."""
-    for number, group in drawn:
-        colour, dash, _ = style(number)
-        curves = [own for own in map(curve, group.runs) if len(own.known)]
+def by_verdict(runs: Sequence[Run]) -> list[Kind]:
+    """The best first, so that the worst lies on top."""
+    found = {word: [run for run in runs if verdict(run) == word] for word in [*VERDICTS, *map(verdict, runs)]}
+    there = [(word, its) for word, its in found.items() if its]
+    return [Kind(its, VERDICTS.get(word, GREY), *_style(number)[1:]) for number, (word, its) in enumerate(there)]
+
+
+def diverged(kinds: Sequence[Kind], which: bool = True) -> list[Kind]:
+    """The runs of each that diverged, or those that did not."""
+    return [replace(kind, runs=[run for run in kind.runs if (verdict(run) == "diverged") == which]) for kind in kinds]
+
+
+def draw_medians(panel: Axes, kinds: Sequence[Kind], curve: Callable[[Run], Curve], points: int) -> None:
+    """A line for each kind, the median of its runs, and where they differ a band from the smallest to the largest."""
+    for kind in kinds:
+        curves = [own for own in map(curve, kind.runs) if len(own.known)]
         if not curves:
             continue
         whole = over_runs(curves)
         if (whole.high > whole.low).any():
             kept = np.union1d(thin(whole.low, points // 2), thin(whole.high, points // 2))
-            panel.fill_between(whole.x[kept], whole.low[kept], whole.high[kept], color=colour, alpha=0.2, linewidth=0)
+            band = whole.x[kept], whole.low[kept], whole.high[kept]
+            panel.fill_between(*band, color=kind.colour, alpha=0.2, linewidth=0)
         marker = "o" if len(whole.known) == 1 else ""
-        panel.plot(*thinned(whole, points).T, dash, color=colour, linewidth=1.5, marker=marker, markersize=4)
-        mark_ends(panel, group.runs, curve, colour, top)
+        line = thinned(whole, points).T
+        panel.plot(*line, kind.dash, color=kind.colour, linewidth=1.5, marker=marker, markersize=4)
 
 
-def draw_verdicts(panel: Axes, runs: Iterable[Run], curve: Callable[[Run], Curve], top: float = np.inf) -> None:
-    """A thin line a run, as pixels (hundreds of them as vectors make a file that no viewer likes)."""
-    by_verdict = sorted_by_verdict(runs)
-    alpha = min(0.7, max(0.15, 40 / sum(map(len, by_verdict.values()))))
-    for number, (found, its) in enumerate(by_verdict.items()):
-        lines = [thinned(own, POINTS) for own in map(curve, its) if len(own.known)]
-        colour, dash = VERDICTS.get(found, GREY), DASHES[number % len(DASHES)]
-        collection = LineCollection(lines, colors=colour, linestyles=dash, linewidths=0.7, alpha=alpha, rasterized=True)
-        panel.add_collection(collection)
-        mark_ends(panel, its, curve, colour, top)
+def draw_each(panel: Axes, kinds: Sequence[Kind], curve: Callable[[Run], Curve], points: int) -> None:
+    """A thin line for each run; hundreds of them as pixels, since as vectors they make a file that no viewer likes."""
+    many = sum(len(kind.runs) for kind in kinds)
+    form: dict[str, Any] = {"linewidths": 0.8, "alpha": min(0.8, max(0.15, 40 / max(many, 1))), "rasterized": many > 50}
+    for kind in kinds:
+        lines = [thinned(own, points) for own in map(curve, kind.runs) if len(own.known)]
+        if lines:
+            panel.add_collection(LineCollection(lines, colors=kind.colour, linestyles=kind.dash, **form))
     panel.autoscale_view()
 
 
-def sorted_by_verdict(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """The best first, so that the worst lies on top."""
-    runs = list(runs)
-    found = [*VERDICTS, *dict.fromkeys(verdict(run) for run in runs)]
-    return {word: its for word in found if (its := [run for run in runs if verdict(run) == word])}
+def draw_points(panel: Axes, kinds: Sequence[Kind], curve: Callable[[Run], Curve]) -> None:
+    """A point for each run that has one value."""
+    for kind in kinds:
+        points = np.array([(own.x[-1], own.y[-1]) for own in map(curve, kind.runs) if len(own.known)])
+        if len(points):
+            panel.plot(*points.T, kind.marker, color=kind.colour, markersize=4, alpha=0.8)
 
 
-def mark_ends(panel: Axes, runs: Iterable[Run], curve: Callable[[Run], Curve], colour: str, top: float) -> None:
-    curves = [curve(run) for run in runs if verdict(run) == "diverged"]
-    ends = [(own.x[own.known[-1]], min(own.y[own.known[-1]], top)) for own in curves if len(own.known)]
-    if ends:
-        panel.plot(*zip(*ends, strict=True), color=colour, gid="ends", **CROSS)
-
-
-def draw_points(panel: Axes, drawn: Drawn, runs: Sequence[Run], curve: Callable[[Run], Curve]) -> None:
-    """A point for each run that did not diverge (those have their crosses): by group, or without any by verdict."""
-    kinds = [(*style(number)[::2], group.runs) for number, group in drawn] or [
-        (VERDICTS.get(found, GREY), MARKERS[number % len(MARKERS)], tuple(its))
-        for number, (found, its) in enumerate(sorted_by_verdict(runs).items())
-    ]
-    for colour, marker, its in kinds:
-        points = [np.column_stack([own.x, own.y]) for own in (curve(run) for run in its if verdict(run) != "diverged")]
-        if points:
-            panel.plot(
-                *np.concatenate(points).T, marker, color=colour, linestyle="", markersize=4, alpha=0.8, gid="points"
-            )
-        if not drawn:
-            mark_ends(panel, its, curve, colour, np.inf)
+def mark_ends(panel: Axes, kinds: Sequence[Kind], curve: Callable[[Run], Curve], top: float = np.inf) -> None:
+    """A cross, no higher than `top`, where each run ends."""
+    for kind in kinds:
+        curves = [own for own in map(curve, kind.runs) if len(own.known)]
+        ends = np.array([(own.x[own.known[-1]], min(own.y[own.known[-1]], top)) for own in curves])
+        if len(ends):
+            panel.plot(*ends.T, color=kind.colour, clip_on=False, zorder=4, **CROSS)
 
 
 def draw_behind(panel: Axes, groups: Iterable[Group], curve: Callable[[Run], Curve], points: int) -> None:
@@ -161,22 +155,25 @@ def signs(layout: Layout | None, runs: Sequence[Run], *, crosses: bool, markers:
     """The entries of the legend for the lines (or, without a layout, for the verdicts, counted) and the crosses."""
     signs: list[Artist] = []
     if layout is None:
-        counts = Counter(verdict(run) for run in runs)
-        for number, found in enumerate(sorted_by_verdict(runs)):
-            text = f"{found.replace('_', ' ')} ({counts[found]} run{'s' * (counts[found] > 1)})"
-            signs.append(_sign(color=VERDICTS.get(found, GREY), linestyle=DASHES[number % 4], label=text))
+        for kind in by_verdict(runs):
+            text = f"{verdict(kind.runs[0]).replace('_', ' ')} ({len(kind.runs)} run{'s' * (len(kind.runs) > 1)})"
+            signs.append(_sign(color=kind.colour, linestyle=kind.dash, label=text))
     elif layout.names == [""]:
         signs.append(_sign(color="0.75", label="the other panels' lines"))
     else:
         for number, name in enumerate(layout.names):
-            colour, dash, marker = style(number)
-            sign = _sign(color=colour, linestyle=dash, linewidth=1.5, label=textwrap.fill(plain(name), 100))
-            if markers:
-                sign.set(marker=marker, markersize=4)
-            signs.append(sign)
+            colour, dash, marker = _style(number)
+            form = {"marker": marker, "markersize": 4} if markers else {}
+            text = textwrap.fill(plain(name), 100)
+            signs.append(_sign(color=colour, linestyle=dash, linewidth=1.5, label=text, **form))
     if crosses and any(verdict(run) == "diverged" for run in runs):
         signs.append(_sign(**CROSS, color=BLACK, label="diverged"))
     return signs
+
+
+def _style(number: int) -> tuple[str, str, str]:
+    """Colour, dash and marker of a line: it differs from its neighbours in all three."""
+    return PALETTE[number % len(PALETTE)], DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)]
 
 
 def _sign(**form: Any) -> Line2D:
@@ -191,13 +188,13 @@ def legend(figure: Figure, signs: Sequence[Artist]) -> None:
         figure.legend(handles=list(signs), loc="outside upper left", ncols=columns, frameon=False, fontsize=TEXT - 1)
 
 
-def reading(layout: Layout | None) -> str:
+def reading(layout: Layout | None, band: str = "from the smallest to the largest of them") -> str:
     """How the lines are to be read, for a caption."""
     if layout is None:
         return "Each run is drawn for itself, in the colour of its verdict."
     if all(len(group.runs) == 1 for _, drawn in layout.panels for _, group in drawn):
         return "Each line is one run."
-    return "A line is the median over seeds, its band runs from their smallest to their largest value."
+    return f"A line is the median over seeds, its band runs {band}."
 
 
 def left_out(entries: Sequence[Entry], drawn: Sequence[Run], lacking: str) -> str:
