@@ -14,21 +14,23 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocat
 
 from stability.curves import EMPTY, Curve, profile, smooth_loss, smooth_norm, thread
 from stability.gather import Entry
-from stability.groups import Layout, arranged, grouped, grouped_along
+from stability.groups import LINES, Layout, arranged, grouped, grouped_along
 from stability.maps import heat_maps, stability_map
 from stability.observables import Unread, loss_or_start, verdict
 from stability.panel import LAYER, log_y, loss_top, rate
 from stability.records import Run
 from stability.sheets import (
+    GHOST,
     POINTS,
     STEP,
     Drawing,
+    Kind,
     by_group,
     by_verdict,
     columns_for,
     diverged,
-    draw_behind,
     draw_each,
+    draw_faint,
     draw_medians,
     draw_points,
     left_out,
@@ -86,7 +88,7 @@ def loss(entries: Sequence[Entry]) -> Drawing | None:
     name_axes(figure, panels, STEP, LOSS + (f", cut off: it rises to {highest:.3g}" if cut else ""))
     legend(figure, [*signs(layout, runs, crosses=True), *entropy])
     what = "Training loss, as the running mean over a fiftieth of the run."
-    return figure, f"{what} {reading(layout)}{_ends(runs)}{left_out(entries, runs, 'two losses')}"
+    return figure, f"{what}{_read(layout)}{_ends(layout, runs)}{left_out(entries, runs, 'two losses')}"
 
 
 def gradient_norm(entries: Sequence[Entry]) -> Drawing | None:
@@ -95,12 +97,12 @@ def gradient_norm(entries: Sequence[Entry]) -> Drawing | None:
     if page is None:
         return None
     figure, panels, layout, runs = page
-    log_y(panels[0], "")
+    _log_y(panels)
     name_axes(figure, panels, STEP, "total gradient norm (L2)")
     legend(figure, signs(layout, runs, crosses=True))
     what = "Gradient norm of the whole model before clipping, as the geometric mean over a fiftieth of the run."
     band = "from the smallest to the largest norm of those steps"
-    return figure, f"{what} {reading(layout, band)}{_ends(runs)}{left_out(entries, runs, 'two gradient norms')}"
+    return figure, f"{what}{_read(layout, band)}{_ends(layout, runs)}{left_out(entries, runs, 'two gradient norms')}"
 
 
 def depth_profile(entries: Sequence[Entry]) -> Drawing | None:
@@ -113,18 +115,35 @@ def depth_profile(entries: Sequence[Entry]) -> Drawing | None:
     if page is None:
         return None
     figure, panels, layout, runs = page
-    log_y(panels[0], "")
+    _log_y(panels)
     panels[0].xaxis.set_major_locator(MaxNLocator(4, integer=not relative, min_n_ticks=1))
     name_axes(figure, panels, "layer / depth (1 = last)" if relative else LAYER, "gradient norm of the block (L2)")
     legend(figure, signs(layout, runs, crosses=False))
-    when = "the one logged step" if once else "the first and the last logged step that have one"
-    what = f"Gradient norm of each block against its layer, at {when}."
-    return figure, f"{what} {reading(layout)}{left_out(entries, runs, 'two layers to draw')}"
+    beside = (
+        "the first logged step and the last"
+        if len(layout.panels if layout else "1") == 1
+        else "the last logged step, and at the first as a thin line"
+    )
+    what = f"Gradient norm of each block against its layer, at {'the one logged step' if once else beside}."
+    return figure, f"{what}{_read(layout)}{left_out(entries, runs, 'two layers to draw')}"
 
 
-def _ends(runs: Sequence[Run]) -> str:
-    lost = any(verdict(run) == "diverged" for run in runs)
-    return " A run that diverged is a thin line of its own, which ends at its cross." if lost else ""
+def _log_y(panels: Sequence[Axes]) -> None:
+    log_y(panels[0], "")
+    if len(panels) > 1:  # nine of them a decade, in each panel: they cost more time than all the curves
+        panels[0].yaxis.set_minor_locator(NullLocator())
+
+
+def _read(layout: Layout | None, *band: str) -> str:
+    return reading(
+        layout, any(len(group.runs) > 1 for _, drawn in (layout.panels if layout else []) for _, group in drawn), *band
+    )
+
+
+def _ends(layout: Layout | None, runs: Sequence[Run]) -> str:
+    if not any(verdict(run) == "diverged" for run in runs):
+        return ""
+    return " A run that diverged ends at its cross" + (", a thin line outside the band." if layout else ".")
 
 
 def _with(entries: Sequence[Entry], curve: Callable[[Run], Curve], points: int) -> list[Entry]:
@@ -135,17 +154,18 @@ def _with(entries: Sequence[Entry], curve: Callable[[Run], Curve], points: int) 
 def _page_of_curves(
     entries: Sequence[Entry], parts: Sequence[tuple[str, Callable[[Run], Curve]]], top: float | None = None
 ) -> tuple[Figure, list[Axes], Layout | None, list[Run]] | None:
-    """A panel for each of the layout's panels and each part (what it is called, and its curve of a run). With `top` a
-    diverged run is a line of its own that ends in a cross, no higher than that."""
+    """A panel for each part (what it is called, and its curve of a run), or where the layout has several panels these, with
+    the parts but the last as faint lines. With `top` a diverged run is a line of its own that ends in a cross, no higher."""
     if not entries:
         return None
     groups = grouped(entries)
     layout, runs = arranged(groups), [run for group in groups for run in group.runs]
-    shown = list(product(layout.panels if layout else [("", [])], parts))
-    titles = ["\n".join(filter(None, (title, part))) for (title, _), (part, _) in shown]
-    columns = columns_for(len(shown)) if len(parts) == 1 else 2 if len(shown) <= 8 else 4
-    figure, panels = sheet(titles, columns)
-    for panel, ((_, drawn), (_, curve)) in zip(panels, shown, strict=True):
+    shown = layout.panels if layout else [("", [])]
+    over = [curve for _, curve in parts[:-1]] if len(shown) > 1 else []  # where many panels leave no room beside them
+    parts = parts[-1:] if over else parts
+    titles = [title or part for (title, _), (part, _) in product(shown, parts)]
+    figure, panels = sheet(titles, columns := columns_for(len(titles)))
+    for panel, ((_, drawn), (_, curve)) in zip(panels, product(shown, parts), strict=True):
         kinds = by_group(drawn) if layout else by_verdict(runs)
         ended = [] if top is None else diverged(kinds)
         points = POINTS // columns
@@ -153,7 +173,9 @@ def _page_of_curves(
             draw_each(panel, kinds, curve, points)
         else:
             if layout.names == [""]:
-                draw_behind(panel, groups, curve, points)
+                draw_faint(panel, [Kind(group.runs, **GHOST) for group in groups], curve, points)
+            for earlier in over:
+                draw_faint(panel, kinds, earlier, points)
             draw_medians(panel, diverged(kinds, False) if ended else kinds, curve, points)
             draw_each(panel, ended, curve, points)
         mark_ends(panel, ended, curve, top or math.inf)
@@ -182,7 +204,9 @@ def _against(
     if len(places) < 2:
         return None
     groups = grouped_along(drawn, key)
-    layout, runs = arranged(groups), [run for group in groups for run in group.runs]
+    runs = [run for group in groups for run in group.runs]
+    widths = [len({at(run).x[0] for run in group.runs}) for group in groups]
+    layout = arranged(groups) if len(groups) <= LINES or max(widths) > 1 else None  # or each line would be a point
     shown = layout.panels if layout else [("", [])]
     figure, panels = sheet([title for title, _ in shown], columns_for(len(shown)))
     for panel, (_, its) in zip(panels, shown, strict=True):
@@ -197,8 +221,9 @@ def _against(
     name_axes(figure, panels, text, "final " + LOSS)
     legend(figure, [*signs(layout, runs, crosses=True, markers=True), *entropy])
     what = f"Final training loss against the {text.split(' (')[0]}: at most the loss of the first step, and that for a run that diverged."
-    points = " Points are runs." if layout else ""
-    return figure, f"{what} {reading(layout)}{points}{left_out(entries, runs, 'a final loss')}"
+    seeds = len(runs) > sum(widths)
+    points = " Each point is one run." if layout else ""
+    return figure, f"{what}{reading(layout, seeds)}{points}{left_out(entries, runs, 'a final loss')}"
 
 
 def _final(run: Run, across: Callable[[Run], Any]) -> Curve:

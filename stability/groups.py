@@ -63,7 +63,7 @@ def words(facts: dict[str, Any]) -> str:
 
 
 def short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def values(facts: Iterable[dict[str, Any]], key: str) -> list[Any]:

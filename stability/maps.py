@@ -1,7 +1,7 @@
 """What is drawn as cells: the gradient norm of a run by layer and step, and the verdicts of runs by two of their facts."""
 
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
@@ -11,14 +11,14 @@ from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from stability.curves import drawable
 from stability.gather import Entry
 from stability.groups import ARM, SEED, Group, grouped, numeric, short, values
 from stability.observables import verdict
-from stability.panel import GREY, LAYER, VERDICTS, ink, page, plain, positive, rate
+from stability.panel import GREY, LAYER, VERDICTS, ink, log_ticks, page, plain, positive, rate
 from stability.records import Array, Run
 from stability.sheets import STEP, TEXT, WIDTH, Drawing, columns_for, left_out, legend, sheet
 
@@ -37,10 +37,9 @@ def heat_maps(entries: Sequence[Entry]) -> Drawing | None:
     groups = grouped(entry for entry in entries if entry.run and len(drawable(entry.run)) > 1)
     if not groups:
         return None
-    shown, across = _representatives(groups)
+    shown, columns = _representatives(groups)
     runs = [group.runs[0] for group in shown]
-    columns = across or columns_for(len(runs))
-    figure, panels = sheet([group.name for group in shown], columns, shared=False)
+    figure, panels = sheet([group.name for group in shown], columns, shared=False, height=2.1)
     scale = colour_scale(runs)
     for panel, run in zip(panels, runs, strict=True):
         mesh = heat_map(panel, run, scale, COLUMNS, ROWS)
@@ -58,19 +57,26 @@ def heat_maps(entries: Sequence[Entry]) -> Drawing | None:
 
 
 def _representatives(groups: Sequence[Group]) -> tuple[list[Group], int]:
-    """At most 12 groups, and how many stand side by side (0: no matter). Where two facts cross, the groups of up to 4 values
-    of the one, the arms where there are any, by as many of the other, from end to end; else groups at equal distances."""
+    """At most 12 groups, and how many stand side by side. Where two facts cross, those of up to 3 values of the one by up to
+    4 or more of the other, from end to end, the arms below one another; else groups at equal distances."""
     facts = [group.facts for group in groups]
-    if len(keys := crossed(facts)) == 2:
-        across, down = sorted(keys, key=lambda key: key != ARM)
-        columns = _spread(values(facts, across), 4)
-        rows = _spread(values(facts, down), MAPS // len(columns))
-        at = {(short(group.facts.get(across)), short(group.facts.get(down))): group for group in reversed(groups)}
-        table = [at.get((short(column), short(row))) for row in rows for column in columns]
-        shown = [group for group in table if group]
-        if len(shown) == len(table) and len(shown) >= min(len(groups), MAPS - 3):
-            return shown, len(columns)
-    return _spread(groups, MAPS), 0
+    keys = crossed(facts)
+    tables = [
+        _table(groups, across, down) for across, down in permutations(sorted(keys, key=lambda key: key == ARM), 2)
+    ]
+    table, columns = max(tables, key=lambda found: len(found[0]), default=([], 0))
+    few = _spread(groups, MAPS)
+    return (table, columns) if len(table) >= min(len(few), MAPS - 3) else (few, columns_for(len(few)))
+
+
+def _table(groups: Sequence[Group], across: str, down: str) -> tuple[list[Group], int]:
+    """The first group of each cell, by row; none where a cell is empty."""
+    facts = [group.facts for group in groups]
+    columns = _spread(values(facts, across), 3)
+    rows = _spread(values(facts, down), MAPS // len(columns))
+    at = {(short(group.facts.get(across)), short(group.facts.get(down))): group for group in reversed(groups)}
+    table = [at.get((short(column), short(row))) for row in rows for column in columns]
+    return ([group for group in table if group] if all(table) else [], len(columns))
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
@@ -118,6 +124,9 @@ def colour_bar(figure: Figure | SubFigure, mesh: QuadMesh, panels: Sequence[Axes
     bar = figure.colorbar(mesh, ax=list(panels), **form)
     grey = any(np.ma.is_masked(drawn.get_array()) for panel in panels for drawn in panel.collections)
     between = "\n" if bar.orientation == "vertical" else "; "
+    bar.minorformatter = NullFormatter()
+    if ticks := log_ticks(*bar.ax.get_xlim() if bar.orientation == "horizontal" else bar.ax.get_ylim()):
+        bar.locator, bar.formatter = ticks
     bar.set_label(
         "gradient norm of the block (L2)" + (f"{between}grey: zero or not finite" if grey else ""), fontsize=11
     )

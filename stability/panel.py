@@ -45,11 +45,15 @@ def mark(places: Array | NDArray[np.int64]) -> str:
 def log_y(panel: Axes, text: str) -> None:
     panel.set_yscale("log")
     panel.set_ylabel(text, fontsize=11)
-    low, high = panel.get_ylim()
-    if high < 30 * low:  # within a decade or so plain numbers read better than powers of ten
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    if ticks := log_ticks(*panel.get_ylim()):
+        panel.yaxis.set_major_locator(ticks[0])
+        panel.yaxis.set_major_formatter(ticks[1])
+
+
+def log_ticks(low: float, high: float) -> tuple[LogLocator, FuncFormatter] | None:
+    """Within two decades plain numbers read better than powers of ten."""
+    return (LogLocator(subs=(1, 2, 5)), FuncFormatter(lambda value, _: f"{value:g}")) if high < 100 * low else None
 
 
 def loss_top(losses: Sequence[Array]) -> tuple[float, float] | None:

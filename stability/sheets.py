@@ -2,7 +2,7 @@
 too many, a line a run in the colour of its verdict."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,10 +41,12 @@ class Kind:
     marker: str
 
 
-def sheet(titles: Sequence[str], columns: int, *, shared: bool = True) -> tuple[Figure, list[Axes]]:
-    """A page with a panel for each title, which share their axes unless told otherwise."""
+def sheet(
+    titles: Sequence[str], columns: int, *, shared: bool = True, height: float = 0.0
+) -> tuple[Figure, list[Axes]]:
+    """A page with a panel for each title, which share their axes unless told otherwise. `height` of a row in inches."""
     rows = -(-len(titles) // columns)
-    figure = page(WIDTH, rows * (4.2, 2.9, 2.3, 2.0)[columns - 1] + 0.7)
+    figure = page(WIDTH, max(3.6, rows * (height or (4.2, 2.9, 2.3)[columns - 1]) + 0.7))
     panels = list(figure.subplots(rows, columns, sharex=shared, sharey=shared, squeeze=False).flat)
     for spare in panels[len(titles) :]:
         spare.remove()
@@ -76,6 +78,9 @@ def by_group(drawn: Iterable[tuple[int, Group]]) -> list[Kind]:
     return [Kind(group.runs, *_style(number)) for number, group in drawn]
 
 
+GHOST = {"colour": "0.7", "dash": "-", "marker": ""}
+
+
 def by_verdict(runs: Sequence[Run]) -> list[Kind]:
     """The best first, so that the worst lies on top."""
     found = {word: [run for run in runs if verdict(run) == word] for word in [*VERDICTS, *map(verdict, runs)]}
@@ -90,18 +95,26 @@ def diverged(kinds: Sequence[Kind], which: bool = True) -> list[Kind]:
 
 def draw_medians(panel: Axes, kinds: Sequence[Kind], curve: Callable[[Run], Curve], points: int) -> None:
     """A line for each kind, the median of its runs, and where they differ a band from the smallest to the largest."""
-    for kind in kinds:
-        curves = [own for own in map(curve, kind.runs) if len(own.known)]
-        if not curves:
-            continue
-        whole = over_runs(curves)
+    for kind, whole in _medians(kinds, curve):
         if (whole.high > whole.low).any():
             kept = np.union1d(thin(whole.low, points // 2), thin(whole.high, points // 2))
             band = whole.x[kept], whole.low[kept], whole.high[kept]
-            panel.fill_between(*band, color=kind.colour, alpha=0.2, linewidth=0)
+            panel.fill_between(*band, color=kind.colour, alpha=min(0.25, 0.8 / len(kinds)), linewidth=0)
         marker = "o" if len(whole.known) == 1 else ""
         line = thinned(whole, points).T
         panel.plot(*line, kind.dash, color=kind.colour, linewidth=1.5, marker=marker, markersize=4)
+
+
+def draw_faint(panel: Axes, kinds: Sequence[Kind], curve: Callable[[Run], Curve], points: int) -> None:
+    """The medians alone, thin: what the others are to be compared with."""
+    for kind, whole in _medians(kinds, curve):
+        panel.plot(*thinned(whole, points).T, kind.dash, color=kind.colour, linewidth=0.7, zorder=1.8)
+
+
+def _medians(kinds: Sequence[Kind], curve: Callable[[Run], Curve]) -> Iterator[tuple[Kind, Curve]]:
+    for kind in kinds:
+        if curves := [own for own in map(curve, kind.runs) if len(own.known)]:
+            yield kind, over_runs(curves)
 
 
 def draw_each(panel: Axes, kinds: Sequence[Kind], curve: Callable[[Run], Curve], points: int) -> None:
@@ -130,13 +143,6 @@ def mark_ends(panel: Axes, kinds: Sequence[Kind], curve: Callable[[Run], Curve],
         ends = np.array([(own.x[own.known[-1]], min(own.y[own.known[-1]], top)) for own in curves])
         if len(ends):
             panel.plot(*ends.T, color=kind.colour, clip_on=False, zorder=4, **CROSS)
-
-
-def draw_behind(panel: Axes, groups: Iterable[Group], curve: Callable[[Run], Curve], points: int) -> None:
-    """The other groups in grey: a panel with one line is otherwise compared with nothing."""
-    curves = [[own for own in map(curve, group.runs) if len(own.known)] for group in groups]
-    lines = [thinned(over_runs(its), points) for its in curves if its]
-    panel.add_collection(LineCollection(lines, colors="0.75", linewidths=0.6, zorder=1, rasterized=True))
 
 
 def level(panels: Iterable[Axes], runs: Iterable[Run], key: str, dash: str, text: str) -> list[Artist]:
@@ -188,13 +194,11 @@ def legend(figure: Figure, signs: Sequence[Artist]) -> None:
         figure.legend(handles=list(signs), loc="outside upper left", ncols=columns, frameon=False, fontsize=TEXT - 1)
 
 
-def reading(layout: Layout | None, band: str = "from the smallest to the largest of them") -> str:
+def reading(layout: Layout | None, seeds: bool, band: str = "from the smallest to the largest of them") -> str:
     """How the lines are to be read, for a caption."""
     if layout is None:
-        return "Each run is drawn for itself, in the colour of its verdict."
-    if all(len(group.runs) == 1 for _, drawn in layout.panels for _, group in drawn):
-        return "Each line is one run."
-    return f"A line is the median over seeds, its band runs {band}."
+        return " Each run is drawn for itself, in the colour of its verdict."
+    return f" A line is the median over seeds, its band runs {band}." if seeds else ""
 
 
 def left_out(entries: Sequence[Entry], drawn: Sequence[Run], lacking: str) -> str:
