@@ -44,6 +44,7 @@ from stability.sheets import (
 )  # fmt: skip
 
 LOSS = "loss (nats per token)"
+BOTH = "at the first logged step and at the last"
 ENTROPY = ("unigram_entropy", "--", "unigram entropy")
 
 
@@ -88,7 +89,10 @@ def loss(entries: Sequence[Entry]) -> Drawing | None:
     name_axes(figure, panels, STEP, LOSS + (f", cut off: it rises to {highest:.3g}" if cut else ""))
     legend(figure, [*signs(layout, runs, crosses=True), *entropy])
     what = "Training loss, as the running mean over a fiftieth of the run."
-    return figure, f"{what}{_read(layout)}{_ends(layout, runs)}{left_out(entries, runs, 'two losses')}"
+    return (
+        figure,
+        f"{what}{reading(layout, _seeds(layout))}{_ends(layout, runs)}{left_out(entries, runs, 'two losses')}",
+    )
 
 
 def gradient_norm(entries: Sequence[Entry]) -> Drawing | None:
@@ -101,8 +105,11 @@ def gradient_norm(entries: Sequence[Entry]) -> Drawing | None:
     name_axes(figure, panels, STEP, "total gradient norm (L2)")
     legend(figure, signs(layout, runs, crosses=True))
     what = "Gradient norm of the whole model before clipping, as the geometric mean over a fiftieth of the run."
-    band = "from the smallest to the largest norm of those steps"
-    return figure, f"{what}{_read(layout, band)}{_ends(layout, runs)}{left_out(entries, runs, 'two gradient norms')}"
+    if layout:
+        of = "of all seeds; the line is their median" if _seeds(layout) else "of the run"
+        what += f" The band runs from the smallest to the largest norm of those steps, {of}."
+    how = "" if layout else reading(layout, False)
+    return figure, f"{what}{how}{_ends(layout, runs)}{left_out(entries, runs, 'two gradient norms')}"
 
 
 def depth_profile(entries: Sequence[Entry]) -> Drawing | None:
@@ -119,13 +126,9 @@ def depth_profile(entries: Sequence[Entry]) -> Drawing | None:
     panels[0].xaxis.set_major_locator(MaxNLocator(4, integer=not relative, min_n_ticks=1))
     name_axes(figure, panels, "layer / depth (1 = last)" if relative else LAYER, "gradient norm of the block (L2)")
     legend(figure, signs(layout, runs, crosses=False))
-    beside = (
-        "the first logged step and the last"
-        if len(layout.panels if layout else "1") == 1
-        else "the last logged step, and at the first as a thin line"
-    )
-    what = f"Gradient norm of each block against its layer, at {'the one logged step' if once else beside}."
-    return figure, f"{what}{_read(layout)}{left_out(entries, runs, 'two layers to draw')}"
+    both = "at the last logged step, and at the first as a thin line" if layout and len(layout.panels) > 1 else BOTH
+    what = f"Gradient norm of each block against its layer, {'at the one logged step' if once else both}."
+    return figure, f"{what}{reading(layout, _seeds(layout))}{left_out(entries, runs, 'two layers to draw')}"
 
 
 def _log_y(panels: Sequence[Axes]) -> None:
@@ -134,10 +137,8 @@ def _log_y(panels: Sequence[Axes]) -> None:
         panels[0].yaxis.set_minor_locator(NullLocator())
 
 
-def _read(layout: Layout | None, *band: str) -> str:
-    return reading(
-        layout, any(len(group.runs) > 1 for _, drawn in (layout.panels if layout else []) for _, group in drawn), *band
-    )
+def _seeds(layout: Layout | None) -> bool:
+    return any(len(group.runs) > 1 for _, drawn in (layout.panels if layout else []) for _, group in drawn)
 
 
 def _ends(layout: Layout | None, runs: Sequence[Run]) -> str:

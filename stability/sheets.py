@@ -194,11 +194,13 @@ def legend(figure: Figure, signs: Sequence[Artist]) -> None:
         figure.legend(handles=list(signs), loc="outside upper left", ncols=columns, frameon=False, fontsize=TEXT - 1)
 
 
-def reading(layout: Layout | None, seeds: bool, band: str = "from the smallest to the largest of them") -> str:
+def reading(layout: Layout | None, seeds: bool) -> str:
     """How the lines are to be read, for a caption."""
     if layout is None:
         return " Each run is drawn for itself, in the colour of its verdict."
-    return f" A line is the median over seeds, its band runs {band}." if seeds else ""
+    return (
+        " A line is the median over seeds, its band runs from their smallest to their largest value." if seeds else ""
+    )
 
 
 def left_out(entries: Sequence[Entry], drawn: Sequence[Run], lacking: str) -> str:
