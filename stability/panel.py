@@ -3,12 +3,14 @@
 Figures are drawn through matplotlib's object API, without pyplot: no global state, no display, safe beside a training.
 """
 
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -17,12 +19,17 @@ from numpy.typing import NDArray
 from stability.records import Array
 from stability.whole import replace
 
-# Okabe and Ito's palette, which survives colour blindness and grey print; its yellow is left out, too faint on white.
+# Okabe and Ito's palette, which survives colour blindness and grey print; its yellow is for areas, too faint a line on white.
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PINK, GREY = "#0072B2", "#D55E00", "#CC79A7", "#767676"
+YELLOW = "#F0E442"
 PALETTE = (BLUE, ORANGE, GREEN, PINK, SKY, RED, BLACK)
 DASHES = ("-", "--", ":", "-.")  # a second sign, for when the palette has come round
 LAYER = "layer (1 = nearest the input)"
+VERDICTS = {  # the worst last: what a training came to weighs more than that it came to nothing
+    "stable": GREEN, "too_short": SKY, "unfinished": GREY, "interrupted": BLUE, "refused": YELLOW, "failed": BLACK,
+    "spiky": ORANGE, "stalled": PINK, "diverged": RED,
+}  # fmt: skip
 
 
 def positive(values: Array) -> Array:
@@ -38,11 +45,36 @@ def mark(places: Array | NDArray[np.int64]) -> str:
 def log_y(panel: Axes, text: str) -> None:
     panel.set_yscale("log")
     panel.set_ylabel(text, fontsize=11)
-    low, high = panel.get_ylim()
-    if high < 30 * low:  # within a decade or so plain numbers read better than powers of ten
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    if ticks := log_ticks(*panel.get_ylim()):
+        panel.yaxis.set_major_locator(ticks[0])
+        panel.yaxis.set_major_formatter(ticks[1])
+
+
+def log_ticks(low: float, high: float) -> tuple[LogLocator, FuncFormatter] | None:
+    """Within two decades plain numbers read better than powers of ten."""
+    return (LogLocator(subs=(1, 2, 5)), FuncFormatter(lambda value, _: f"{value:g}")) if high < 100 * low else None
+
+
+def loss_top(losses: Sequence[Array]) -> tuple[float, float] | None:
+    """(where to cut the axis off, the highest loss) where one has exploded: it would press everything worth seeing against
+    the floor."""
+    known = [finite for finite in (loss[np.isfinite(loss)] for loss in losses) if len(finite)]
+    start = max((loss[0] for loss in known), default=0)
+    highest = max((loss.max() for loss in known), default=0)
+    return (1.5 * start, highest) if highest > 2 * start > 0 else None
+
+
+def rate(value: float) -> str:
+    """A learning rate in short: `3e-4`."""
+    mantissa, exponent = f"{value:.1e}".split("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
+
+
+def ink(ground: str) -> str:
+    """Black or white, whichever can be read on the colour."""
+    red, green, blue = to_rgb(ground)
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 
 def furnish(panel: Axes, title: str, across: str = "step (optimizer steps)") -> None:

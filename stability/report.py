@@ -10,17 +10,17 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import SubFigure
 from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
 
+from stability.curves import drawable, rolling_mean, window
 from stability.deep_panels import draw_starts, extremes_panel, starts, stream_panel
 from stability.label import label
+from stability.maps import colour_bar, colour_scale, heat_map
 from stability.panel import (
     BLACK,
     BLUE,
     DASHES,
-    GREEN,
     GREY,
     LAYER,
     ORANGE,
@@ -28,19 +28,21 @@ from stability.panel import (
     PINK,
     RED,
     SKY,
+    VERDICTS,
     furnish,
+    ink,
     log_y,
+    loss_top,
     mark,
     page,
     plain,
     positive,
     save,
-)
-from stability.records import Array, Run
+)  # fmt: skip
+from stability.records import Run
 
-VERDICTS = {"stable": GREEN, "spiky": ORANGE, "diverged": RED, "stalled": PINK}
 HEAT_MAPS = 8
-COLUMNS = 800  # logged steps in a heat map: more than it has pixels for only make the file slow to draw
+COLUMNS, ROWS = 800, 1000  # of a heat map: more than it has pixels for only make the file slow to draw
 
 
 def draw_run(run: Run, path: str | Path) -> None:
@@ -54,8 +56,8 @@ def draw_run(run: Run, path: str | Path) -> None:
     _loss_panel(figure.add_subplot(grid[1, 0]), run)
     _norm_panel(figure.add_subplot(grid[1, 1]), run)
     heat = figure.add_subplot(grid[2, 0])
-    mesh = _heat_map(heat, run, _colour_scale([run]), "Gradient norm of each block")
-    _colour_bar(figure, mesh, [heat])
+    mesh = _heat_map(heat, run, colour_scale([run]), "Gradient norm of each block")
+    colour_bar(figure, mesh, [heat])
     _profile_panel(figure.add_subplot(grid[2, 1]), run)
     if rows == 3:
         stream_panel(figure.add_subplot(grid[3, 0]), run)
@@ -87,11 +89,11 @@ def draw_runs(runs: Sequence[Run], path: str | Path, *, names: Sequence[str] = (
     curves, maps = figure.add_subfigure(grid[0]), figure.add_subfigure(grid[1])
     handles = _curves(curves, runs)
     curves.legend(handles, names, loc="outside upper left", ncols=legend_columns, frameon=False, fontsize=11)
-    scale, cells = _colour_scale(mapped), maps.add_gridspec(rows, columns)
+    scale, cells = colour_scale(mapped), maps.add_gridspec(rows, columns)
     panels = [maps.add_subplot(cells[place]) for place in range(len(mapped))]
     for panel, run, name in zip(panels, mapped, names, strict=False):
         mesh = _heat_map(panel, run, scale, textwrap.fill(name, 120 // columns))
-    _colour_bar(maps, mesh, panels)
+    colour_bar(maps, mesh, panels)
     more = f" (the first {len(mapped)} of {len(runs)} runs)" if len(runs) > len(mapped) else ""
     maps.suptitle("Gradient norm of each block, on one colour scale" + more, fontsize=12)
     save(figure, path)
@@ -110,8 +112,7 @@ def _heading_lines(run: Run) -> list[str]:
 def _heading(panel: Axes, run: Run, text: list[str]) -> None:
     panel.set_axis_off()
     ground = VERDICTS.get(run.verdict, GREY)
-    ink = "black" if ground in (ORANGE, PINK) else "white"
-    badge = panel.text(0.008, 0.9, run.verdict.upper(), color=ink, fontsize=14, weight="bold", va="top")
+    badge = panel.text(0.008, 0.9, run.verdict.upper(), color=ink(ground), fontsize=14, weight="bold", va="top")
     badge.set_bbox({"boxstyle": "round,pad=0.35", "facecolor": ground, "edgecolor": "none"})
     beside: dict[str, Any] = {"xycoords": badge, "textcoords": "offset points", "annotation_clip": False}
     panel.annotate(plain(run.name), (1, 0), (16, 0), fontsize=15, **beside)
@@ -122,7 +123,7 @@ def _heading(panel: Axes, run: Run, text: list[str]) -> None:
 
 def _loss_panel(panel: Axes, run: Run) -> None:
     summary = run.summary or {}
-    width = _window(run)
+    width = window(run)
     panel.plot(run.step, run.loss, color=SKY, linewidth=0.7, marker=mark(run.step), label="training, each step")
     if width > 1:
         panel.plot(run.step, rolling_mean(run.loss, width), color=BLUE, linewidth=2, label=f"mean of {width} steps")
@@ -151,7 +152,7 @@ def _norm_panel(panel: Axes, run: Run) -> None:
 
 
 def _profile_panel(panel: Axes, run: Run) -> None:
-    rows, layer = _drawable(run), np.arange(1, run.depth + 1)
+    rows, layer = drawable(run), np.arange(1, run.depth + 1)
     if len(rows):  # where two of the three coincide, the later entry names it
         named = {rows[len(rows) // 2]: "middle", rows[-1]: "last", rows[0]: "first"}
         for row, dash, colour in zip(sorted(named), DASHES, (SKY, ORANGE, BLUE), strict=False):
@@ -178,10 +179,10 @@ def _curves(figure: SubFigure, runs: Sequence[Run]) -> list[Artist]:
     for number, run in enumerate(runs):
         colour = PALETTE[number % len(PALETTE)]
         style = {"color": colour, "linestyle": DASHES[number // len(PALETTE) % len(DASHES)], "marker": mark(run.step)}
-        handles += loss.plot(run.step, rolling_mean(run.loss, _window(run)), linewidth=1.8, **style)
+        handles += loss.plot(run.step, rolling_mean(run.loss, window(run)), linewidth=1.8, **style)
         loss.plot(run.val_step, run.val_loss, "o", color=colour, markersize=5, markeredgecolor="white")
         norm.plot(run.step, positive(run.grad_norm_total), linewidth=1, **style)
-        for row in _drawable(run)[-1:]:
+        for row in drawable(run)[-1:]:
             layer = np.arange(1, run.depth + 1) / (1 if one_depth else run.depth)
             style["marker"] = mark(layer)
             profile.plot(layer, positive(run.layers["block"][row]), linewidth=1.8, **style)
@@ -203,49 +204,8 @@ def _curves(figure: SubFigure, runs: Sequence[Run]) -> list[Artist]:
 # ------------------------------------------------------------------------------------------------------------ the parts
 
 
-def rolling_mean(values: Array, width: int) -> Array:
-    """The mean of the last `width` values at each place (fewer at the start), nan ones left out; nan where all are."""
-    if not len(values):
-        return values
-    known = np.isfinite(values)
-    ones = np.ones(width)
-    total = np.convolve(np.where(known, values, 0.0), ones)[: len(values)]  # no running sum: one spike would stay in it
-    count = np.round(np.convolve(known.astype(float), ones)[: len(values)])
-    return np.where(known | (count > 0), total / np.maximum(count, 1), np.nan)
-
-
-def _window(run: Run) -> int:
-    return max(1, len(run.step) // 50)
-
-
-def _drawable(run: Run) -> NDArray[np.intp]:
-    """The rows of the layer arrays that hold anything to draw."""
-    return np.flatnonzero(np.isfinite(positive(run.layers["block"])).any(axis=1))
-
-
-def _edges(middles: NDArray[np.int64]) -> Array:
-    """The borders of cells around increasing `middles`: halfway between neighbours, and half a unit beyond the ends."""
-    return np.concatenate([[middles[0] - 0.5], (middles[1:] + middles[:-1]) / 2, [middles[-1] + 0.5]])
-
-
-def _colour_scale(runs: Sequence[Run]) -> LogNorm:
-    known = np.concatenate([positive(run.layers["block"]).ravel() for run in runs])
-    known = known[np.isfinite(known)]
-    low, high = (known.min(), known.max()) if len(known) else (0.1, 1.0)
-    return LogNorm(low, high) if low < high else LogNorm(low / 3, high * 3)
-
-
 def _heat_map(panel: Axes, run: Run, scale: LogNorm, title: str) -> QuadMesh:
-    steps, block = run.layer_step, positive(run.layers["block"])
-    if len(steps) > COLUMNS:
-        kept = np.linspace(0, len(steps) - 1, COLUMNS).round().astype(int)
-        steps, block = steps[kept], block[kept]
-    if not block.size:
-        steps, block = np.array([1]), np.full((1, 1), np.nan)
-        panel.text(0.5, 0.5, "no layers recorded", transform=panel.transAxes, ha="center", fontsize=11)
-    edges = _edges(steps), _edges(np.arange(1, block.shape[1] + 1))
-    mesh = panel.pcolormesh(*edges, np.ma.masked_invalid(block.T), norm=scale, cmap="viridis")
-    panel.set_facecolor("0.75")  # what is masked shows the ground
+    mesh = heat_map(panel, run, scale, COLUMNS, ROWS)
     furnish(panel, title)
     panel.grid(False)
     panel.set_ylabel(LAYER, fontsize=11)
@@ -253,19 +213,11 @@ def _heat_map(panel: Axes, run: Run, scale: LogNorm, title: str) -> QuadMesh:
     return mesh
 
 
-def _colour_bar(figure: Figure | SubFigure, mesh: QuadMesh, panels: Sequence[Axes]) -> None:
-    bar = figure.colorbar(mesh, ax=list(panels))
-    grey = any(np.ma.is_masked(drawn.get_array()) for panel in panels for drawn in panel.collections)
-    bar.set_label("gradient norm of the block (L2)" + ("\ngrey: zero or not finite" if grey else ""), fontsize=11)
-
-
 def _loss_y(panel: Axes, runs: Sequence[Run]) -> None:
-    """Cut off a loss that has exploded, and say so: it would press everything worth seeing against the floor."""
-    known = [loss for loss in (run.loss[np.isfinite(run.loss)] for run in runs) if len(loss)]
-    start = max((loss[0] for loss in known), default=0)
-    highest = max((loss.max() for loss in known), default=0)
+    """Cut off a loss that has exploded, and say so."""
     panel.set_ylabel("loss (nats per token)", fontsize=11)
-    if highest > 2 * start > 0:
+    if cut := loss_top([run.loss for run in runs]):
+        top, highest = cut
         panel.set_ylabel(f"loss (nats per token)\ncut off: it rises to {highest:.3g}", fontsize=11)
         lowest = panel.dataLim.y0
-        panel.set_ylim(lowest - 0.05 * (1.5 * start - lowest), 1.5 * start)
+        panel.set_ylim(lowest - 0.05 * (top - lowest), top)
