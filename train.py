@@ -33,7 +33,7 @@ from conf.output import guarded, logged
 from conf.schema import AXES
 from conf.sweep import PENALTY, RAN, TEXTS, Lost, Remember, Sweep, without_schemas
 from stability import sweep as jobs
-from stability.records import lost, without_steps
+from stability.records import lost, mapping, without_steps
 from stability.verdict import DIVERGED, FAILED, REFUSED
 from stability.whole import document, replace
 from training.signals import REQUEUE, Interrupted, Signals, requeue, requeued
@@ -283,7 +283,15 @@ def _end(sweep: Sweep, *, whole: bool) -> int:
         return 0 if verdicts <= jobs.DONE else FAILED
     from stability.study import conclude
 
-    conclude(sweep.directory)
+    judged = conclude(sweep.directory)
+    log = (mapping(sweep.directory / sweep.names[0] / "config.yaml", []) or {}).get("logger") or {}
+    if "mode" in log:  # W&B has the runs
+        from training.wandb import log_report
+
+        files = [sweep.directory / name for name in ("report.html", "claims.json", "report.png", "figures")]
+        claims: dict[str, str] = {one.name: one.verdict for one in judged}
+        group = os.environ["WANDB_RUN_GROUP"]
+        log_report(sweep.directory, group, files, claims, group=group, mode=log["mode"], project=log["project"])
     return 0 if verdicts <= jobs.JUDGED else FAILED  # to diverge is an answer to the question
 
 

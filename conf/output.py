@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -57,6 +57,10 @@ def guarded() -> Iterator[None]:
 
 @contextmanager
 def logged(path: Path, *, echo: bool = True) -> Iterator[TextIO]:
-    """What is printed in the block stands in the file too, behind what is there; without `echo`, in the file alone."""
-    with path.open("a", encoding="utf-8") as log, redirect_stdout(Output(*([sys.stdout] if echo else []), log)):
+    """What is printed in the block stands in the file too, behind what is there; without `echo`, in the file alone, and
+    so does what goes to stderr."""
+    with path.open("a", encoding="utf-8") as log, ExitStack() as stack:
+        stack.enter_context(redirect_stdout(Output(*([sys.stdout] if echo else []), log)))
+        if not echo:
+            stack.enter_context(redirect_stderr(Output(log)))
         yield log

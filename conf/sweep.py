@@ -115,7 +115,11 @@ class Remember(Callback):
         cls._begun, sweep = True, cls.sweep
         sweep.directory.mkdir(parents=True, exist_ok=True)
         jobs.write(sweep.directory, jobs.rows(sweep.directory, sweep.jobs, {}))
-        cls.shown = elsewhere or sweep.study is not None or sys.stdout.isatty()
+        if elsewhere or sweep.study is not None or sys.stdout.isatty():
+            from stability.progress import watching
+
+            cls.shown = True
+            cls.until_end.enter_context(watching(sweep.directory, sweep.jobs, sweep.names, ran=RAN))
 
 
 def without_schemas() -> None:

@@ -21,8 +21,7 @@ from stability.gather import FIGURES, Entry, Gathered
 from stability.judging import Judged
 from stability.label import words
 from stability.origin import origin, run_commands, study_command, worded
-from stability.panel import BLACK, GREEN, GREY, ORANGE, RED
-from stability.report import VERDICTS
+from stability.panel import BLACK, GREEN, GREY, ORANGE, RED, VERDICTS
 from stability.whole import replace
 
 COLOURS = VERDICTS | {"holds": GREEN, "fails": RED, "undecided": ORANGE, "failed": BLACK, "refused": BLACK}

@@ -67,7 +67,7 @@ class Plan:
         return judge(claims, cases, self.scale, values=self.values)
 
 
-def conclude(directory: Path) -> None:
+def conclude(directory: Path) -> list[Judged]:
     """Judge the study in `directory`: write `claims.json`, `report.png` and the page `report.html` there, and show the table
     of claims."""
     from stability.gather import PAGE, gather
@@ -96,6 +96,7 @@ def conclude(directory: Path) -> None:
             f"{len(plan.points) - len(there)} of {len(plan.points)} runs have no result, as said above; hydra.sweep.dir=DIR starts afresh",
             soft_wrap=True,
         )
+    return judged
 
 
 def _chosen(point: Point, draw: Mapping[str, Any]) -> bool:
