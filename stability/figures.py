@@ -85,7 +85,7 @@ def loss(entries: Sequence[Entry]) -> Drawing | None:
     entropy = level(panels, runs, *ENTROPY)
     if cut:
         lowest = min(np.nanmin(curve(run).y) for run in runs)
-        panels[0].set_ylim(lowest - 0.05 * (top - lowest), top)
+        panels[0].set_ylim(lowest - 0.05 * (top - lowest), top + 0.05 * (top - lowest))  # room for the crosses
     name_axes(figure, panels, STEP, LOSS + (f", cut off: it rises to {highest:.3g}" if cut else ""))
     legend(figure, [*signs(layout, runs, crosses=True), *entropy])
     what = "Training loss, as the running mean over a fiftieth of the run."

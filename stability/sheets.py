@@ -163,7 +163,8 @@ def signs(layout: Layout | None, runs: Sequence[Run], *, crosses: bool, markers:
     if layout is None:
         for kind in by_verdict(runs):
             text = f"{verdict(kind.runs[0]).replace('_', ' ')} ({len(kind.runs)} run{'s' * (len(kind.runs) > 1)})"
-            signs.append(_sign(color=kind.colour, linestyle=kind.dash, label=text))
+            form = {"marker": kind.marker, "markersize": 4, "linestyle": ""} if markers else {"linestyle": kind.dash}
+            signs.append(_sign(color=kind.colour, label=text, **form))
     elif layout.names == [""]:
         signs.append(_sign(color="0.75", label="the other panels' lines"))
     else:
