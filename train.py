@@ -62,16 +62,18 @@ def network(plain: dict[str, Any], choices: "Choices", vocab: int) -> "Transform
     return Transformer(vocab, choices, instantiate(plain["model"]), plain["seed"])
 
 
-def text_of(plain: dict[str, Any], corpus: "Corpus") -> tuple["Tokens", "Windows"]:
-    """(The text of a checked config as token ids, made now or found in the cache; the micro-batches of its every step.)"""
+def text_of(plain: dict[str, Any], corpus: "Corpus", known: dict[str, Any] | None = None) -> tuple["Tokens", "Windows"]:
+    """(The text of a checked config as token ids, made now or found in the cache; the micro-batches of its every step.)
+    `known`: texts that need not be read again."""
     from data.tokens import prepare
     from data.windows import Windows
 
     context, order = plain["model"]["context"], {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
     wanted = json.dumps([plain["data"], plain["tokenizer"], context])
-    if wanted not in TEXTS:
-        TEXTS[wanted] = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
-    tokens: Tokens = TEXTS[wanted]
+    known = {} if known is None else known
+    if wanted not in known:
+        known[wanted] = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+    tokens: Tokens = known[wanted]
     return tokens, Windows(tokens.train, context=context, **order)
 
 
@@ -116,7 +118,7 @@ def train(
             print(f"nothing to do: {before.done} of {plain['steps']} steps are done ({verdict})", flush=True)
             return before.summary, DIVERGED if verdict == "diverged" else 0
         try:
-            summary, code = _train(plain, before, directory, axes, overrides, signals, threads=1 if sweep else None)
+            summary, code = _train(plain, before, directory, axes, overrides, signals, sweep=sweep)
         except Interrupted as stop:
             reason = f"{stop} before its {'next' if before.config else 'first'} step"
             print(f"normlab: {reason}; resume={directory} goes on", file=sys.stderr)
@@ -134,7 +136,7 @@ def _train(
     axes: dict[str, str],
     overrides: list[str],
     signals: Signals,
-    threads: int | None,
+    sweep: bool,
 ) -> tuple[dict[str, Any], int]:
     choices, schedule, corpus = check_whole(plain, axes)
     signals.check()
@@ -149,12 +151,12 @@ def _train(
     device = machine.accelerator()
     machine.precision(plain["precision"], device)
     rows = plain["batch"] // plain["accumulate"]
-    asked = plain["threads"] or before.environment.get("threads") or threads
+    asked = plain["threads"] or before.environment.get("threads") or (1 if sweep else None)
     machine.flush_denormals()
     torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
 
     with signals.at_once():
-        tokens, windows = text_of(plain, corpus)
+        tokens, windows = text_of(plain, corpus, TEXTS if sweep else None)
     before.check_text(tokens.hash)
     held_out = validation_windows(tokens.val, context, corpus.val_windows)
     torch.manual_seed(plain["seed"])  # dropout; matrices and windows have generators of their own
