@@ -65,6 +65,40 @@ def loss_top(losses: Sequence[Array]) -> tuple[float, float] | None:
     return (1.5 * start, highest) if highest > 2 * start > 0 else None
 
 
+def decades(numbers: Sequence[Array], most: float = 6.0) -> tuple[float, float] | None:
+    """The limits of the `most` decades that hold the most of the numbers, each array counting alike, or of up to two more
+    where that cuts nothing off; None where it cuts off nothing at all, or where there is one array alone. A gradient that
+    has vanished would press all the others into one stroke."""
+    known = [np.log10(own[np.isfinite(own)]) for own in map(positive, numbers)]
+    known = [own.ravel() for own in known if own.size]
+    if len(known) < 2:
+        return None
+    values = np.concatenate(known)
+    order = np.argsort(values)
+    values = values[order]
+    if values[-1] - values[0] <= most:
+        return None
+    shares = np.concatenate([np.full(len(own), 1 / len(own)) for own in known])[order]
+    below = np.concatenate([[0.0], np.cumsum(shares)])
+    ends = np.searchsorted(values, values + most, side="right")
+    start = int((below[ends] - below[:-1]).argmax())
+    low, high = values[start], values[ends[start] - 1]
+    low, high = (values[0] if low - values[0] < 1 else low), (values[-1] if values[-1] - high < 1 else high)
+    return None if (low, high) == (values[0], values[-1]) else (float(10**low), float(10**high))
+
+
+def cut_off(numbers: Sequence[Array], limits: tuple[float, float] | None) -> str:
+    """What lies beyond the limits, in words: `cut off: it falls to 1e-18`; empty where nothing does."""
+    known = [own for own in (positive(own) for own in numbers) if np.isfinite(own).any()]
+    if limits is None or not known:
+        return ""
+    low, high = min(np.nanmin(own) for own in known), max(np.nanmax(own) for own in known)
+    ends = [f"falls to {low:.0e}"] * bool(low < 0.999 * limits[0]) + [f"rises to {high:.0e}"] * bool(
+        high > 1.001 * limits[1]
+    )
+    return f"cut off: it {' and '.join(ends)}" if ends else ""
+
+
 def rate(value: float) -> str:
     """A learning rate in short: `3e-4`."""
     mantissa, exponent = f"{value:.1e}".split("e")
