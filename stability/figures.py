@@ -68,6 +68,9 @@ def plates(entries: Sequence[Entry]) -> Iterator[Plate]:
         if drawing := draw(entries):
             figure, caption = drawing
             figure.draw_without_rendering()
+            middle = np.mean([edge for panel in figure.axes for edge in panel.get_position().intervaly])
+            for text in figure.texts:  # beside the panels, and not beside the legend
+                text.set_y(middle if text.get_rotation() == 90 else text.get_position()[1])
             figure.set_layout_engine("none")  # laid out once, however often it is saved
             yield Plate(name, title, caption, figure)
 

@@ -65,10 +65,9 @@ def loss_top(losses: Sequence[Array]) -> tuple[float, float] | None:
     return (1.5 * start, highest) if highest > 2 * start > 0 else None
 
 
-def decades(numbers: Sequence[Array], most: float = 6.0) -> tuple[float, float] | None:
-    """The limits of the `most` decades that hold the most of the numbers, each array counting alike, or of up to two more
-    where that cuts nothing off; None where it cuts off nothing at all, or where there is one array alone. A gradient that
-    has vanished would press all the others into one stroke."""
+def decades(numbers: Sequence[Array]) -> tuple[float, float] | None:
+    """Of several arrays whose numbers span more than eight decades, the limits of the six that hold the most of them, each
+    array counting alike; None for any others. A gradient that has vanished would press the rest into one stroke."""
     known = [np.log10(own[np.isfinite(own)]) for own in map(positive, numbers)]
     known = [own.ravel() for own in known if own.size]
     if len(known) < 2:
@@ -76,15 +75,18 @@ def decades(numbers: Sequence[Array], most: float = 6.0) -> tuple[float, float] 
     values = np.concatenate(known)
     order = np.argsort(values)
     values = values[order]
-    if values[-1] - values[0] <= most:
+    if values[-1] - values[0] <= 8:
         return None
     shares = np.concatenate([np.full(len(own), 1 / len(own)) for own in known])[order]
     below = np.concatenate([[0.0], np.cumsum(shares)])
-    ends = np.searchsorted(values, values + most, side="right")
+    ends = np.searchsorted(values, values + 6, side="right")
     start = int((below[ends] - below[:-1]).argmax())
     low, high = values[start], values[ends[start] - 1]
-    low, high = (values[0] if low - values[0] < 1 else low), (values[-1] if values[-1] - high < 1 else high)
-    return None if (low, high) == (values[0], values[-1]) else (float(10**low), float(10**high))
+    low, high = (
+        (values[0] if low - values[0] < 1 else low),
+        (values[-1] if values[-1] - high < 1 else high),
+    )  # by a hair
+    return float(10**low), float(10**high)
 
 
 def cut_off(numbers: Sequence[Array], limits: tuple[float, float] | None) -> str:

@@ -71,7 +71,7 @@ def test_one_run_is_a_picture_and_several_are_a_page(
 ):
     for name, seed in (("a", 0), ("b", 1)):
         write_run(tmp_path / "runs" / name, lines_of(5), seed=seed, steps_done=5, steps=5)
-    (tmp_path / "there").mkdir()
+    (tmp_path / "there/empty").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report, "draw_run", lambda run, path: path.write_bytes(b"one"))
     monkeypatch.setattr(report, "draw_runs", lambda runs, path, names: path.write_bytes(b"several"))
@@ -95,7 +95,7 @@ def test_one_run_is_a_picture_and_several_are_a_page(
             assert content.count(b'<tr><th scope="row" data-value="') == runs
     for words, why in (
         ("nowhere", "nowhere is not a run directory and holds none: there is no such directory"),
-        ("there/figures", "there/figures is not a run directory and holds none: is empty"),
+        ("there/empty", "there/empty is not a run directory and holds none: is empty"),
         ("runs --out x.pdf", "--out must end in .png or .html, or be a directory, not x.pdf"),
         ("runs --out runs/a/summary.json/x.html", "Not a directory"),
     ):

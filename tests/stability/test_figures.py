@@ -229,6 +229,17 @@ def test_a_norm_that_explodes_leaves_the_others_to_be_seen():
     assert crosses(panel)[0][1] < panel.get_ylim()[1]
 
 
+def test_a_long_legend_takes_no_room_from_the_panels():
+    entries = [
+        entry(run(seed=n), arm=f"a long name of an arm, such as is put together from directories {n}") for n in range(7)
+    ]
+    (plate,) = [plate for plate in plates(entries) if plate.name == "depth_profile"]
+    place = plate.figure.axes[0].get_position()
+    assert place.height * plate.figure.get_figheight() > 1.8
+    (label,) = [text for text in plate.figure.texts if text.get_rotation() == 90]
+    assert label.get_position()[1] == pytest.approx((place.y0 + place.y1) / 2)
+
+
 def test_heat_maps_stand_in_rows_of_what_differs_in_one_fact():
     """Every arm is there before a third value is, and an arm that lacks a depth breaks no row."""
     depths = (12, 96, 200)

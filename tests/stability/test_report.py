@@ -244,10 +244,7 @@ def test_comparison_shares_one_colour_scale_and_one_legend(tmp_path: Path, drawn
     first, second = [panel for panel in maps if "placement=" in panel.get_title(loc="left")]
     assert heat(first).norm is heat(second).norm
     blocks = np.concatenate([run.layers["block"].ravel() for run in runs])
-    low, high = heat(first).norm.vmin, heat(first).norm.vmax
-    assert (
-        high == pytest.approx(blocks.max()) and 0.9e-7 * high < low < 1.1e-6 * high
-    )  # the six decades that hold the most
+    assert (heat(first).norm.vmin, heat(first).norm.vmax) == (blocks.min(), blocks.max())
     texts = [text.get_text() for text in figure.subfigs[0].legends[0].get_texts()]
     assert texts == ["placement=pre model.depth=12  [stable]", "placement=post model.depth=100  [stalled]"]
     profile = panels(figure)["Gradient norm against depth, last step"]
