@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from stability.gather import PAGE, Gathered, gather, nothing
+from stability.observables import verdict
 from stability.records import Run
 from stability.report import draw_run, draw_runs
 
@@ -36,7 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return report(options.directories, options.out)
     except (ValueError, OSError) as error:
-        print(f"report.py: {error}", file=sys.stderr)
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        print(f"report.py: {said}", file=sys.stderr)
         return 2
 
 
@@ -83,8 +85,8 @@ def _list(gathered: Gathered) -> None:
         print(f"report.py: left out: {name}: {why}", file=sys.stderr)
     entries = [entry for entry in gathered.entries if entry.run]
     if len(gathered.entries) > LISTED:
-        counts = Counter(entry.run.verdict if entry.run else "no record" for entry in gathered.entries)
-        print(f"{len(gathered.entries)} runs: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}")
+        counts = Counter(verdict(entry.run) if entry.run else "no record" for entry in gathered.entries)
+        print(f"{len(gathered.entries)} runs: {', '.join(f'{n} {word}' for word, n in counts.most_common())}")
         return
     width = max(len(entry.name) for entry in entries)
     for entry in gathered.entries:
@@ -102,7 +104,8 @@ def _result(run: Run) -> str:
     final = summary.get("final_loss", recent.mean() if len(recent) else None)
     validation = summary.get("final_val_loss", run.val_loss[-1] if len(run.val_loss) else None)
     taken = run.step[-1] if len(run.step) else 0
-    return f"{run.verdict:11}  loss {_nats(final)}  val {_nats(validation)}  steps {taken}/{summary.get('steps', '?')}"
+    asked = summary.get("steps", run.config.get("steps", "?"))
+    return f"{verdict(run):11}  loss {_nats(final)}  val {_nats(validation)}  steps {taken}/{asked}"
 
 
 def _nats(value: float | None) -> str:

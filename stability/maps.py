@@ -67,19 +67,21 @@ def _representatives(groups: Sequence[Group]) -> tuple[list[Group], int]:
 
 
 def _table(groups: Sequence[Group], across: str) -> tuple[list[Group], int, bool]:
-    """Groups by row, how many stand in a row, and whether all rows without a gap are there: up to three values of `across`
-    from end to end, or where that leaves no room for all rows its ends."""
+    """Groups by row, how many stand in a row, and whether all rows without a gap and all of `across` that is no number are
+    there: up to three of its values from end to end, or where that leaves no room for all rows its ends."""
     rows: dict[tuple[tuple[str, str], ...], dict[str, Group]] = {}
     for group in groups:
         rest = tuple((key, short(value)) for key, value in group.facts.items() if key != across)
         rows.setdefault(rest, {}).setdefault(short(group.facts.get(across)), group)
-    known = [short(value) for value in values((group.facts for group in groups), across)]
+    found = values((group.facts for group in groups), across)
+    known, measure = [short(value) for value in found], numeric(found)
     fit = []
     for most in (3, 2):
         columns = _spread(known, most)
         whole = [[row[column] for column in columns] for row in rows.values() if row.keys() >= set(columns)]
         room = MAPS // len(columns)
-        fit.append(([group for row in _spread(whole, room) for group in row], len(columns), len(whole) <= room))
+        complete = len(whole) <= room and (measure or len(columns) == len(known))
+        fit.append(([group for row in _spread(whole, room) for group in row], len(columns), complete))
     return fit[0] if fit[0][2] else max(reversed(fit), key=lambda found: found[2])
 
 

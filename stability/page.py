@@ -86,12 +86,16 @@ def render(gathered: Gathered, judged: Sequence[Judged] = (), shown: Sequence[Sh
     numeric = [all(cell.number or cell.value is None for cell in column) for column in zip(*table, strict=True)]
     verdicts = Counter(map(verdict, entries))
     numbers = [_numbers(entry) for entry in entries]
+    claims, told = [_claim(one) for one in judged], set[str]()
+    for claim in claims:  # what a name stands for is said once
+        claim["meanings"] = [said for said in claim["meanings"] if said not in told]
+        told.update(claim["meanings"])
     heads = [head for place, head in enumerate(COLUMNS) if any(cells[place].value for cells in numbers)]
     return engine.get_template("report.html.jinja").render(
         title=gathered.title,
         plan=plan,
         counts=list(_counts(verdicts, judged)),
-        claims=[_claim(one) for one in judged],
+        claims=claims,
         keys=dict(zip(keys, numeric, strict=True)),
         rows=[
             (entry.name, verdict(entry), cells, [own for head, own in zip(COLUMNS, its, strict=True) if head in heads])

@@ -97,7 +97,7 @@ def test_one_run_is_a_picture_and_several_are_a_page(
         ("nowhere", "nowhere is not a run directory and holds none: there is no such directory"),
         ("there/empty", "there/empty is not a run directory and holds none: is empty"),
         ("runs --out x.pdf", "--out must end in .png or .html, or be a directory, not x.pdf"),
-        ("runs --out runs/a/summary.json/x.html", "Not a directory"),
+        ("runs --out runs/a/summary.json/x.html", "summary.json/figures: Not a directory"),
     ):
         assert report.main(words.split()) == 2
         said, errors = capsys.readouterr()

@@ -247,6 +247,10 @@ def test_heat_maps_stand_in_rows_of_what_differs_in_one_fact():
     assert titles(plate_of("heat_maps", entries)) == [
         f"arm=arm{arm} model.depth={depth}" for arm in range(7) for depth in (12, 200)
     ]
+    rates = (1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4)
+    entries = [entry(run(depth=2), arm=f"arm{arm}", optimizer__lr=lr) for lr in rates for arm in range(4)]
+    found = titles(plate_of("heat_maps", entries))  # more rows would be left of the rates, without two of the arms
+    assert found == [f"arm=arm{arm} optimizer.lr={lr}" for arm in range(4) for lr in (1e-4, 0.1, 0.4)]
     entries = [
         entry(run(depth=2), arm=arm, schedule__warmup=warmup, model__depth=depth)
         for depth in depths
