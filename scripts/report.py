@@ -1,6 +1,7 @@
 """What runs came to, to look at: python scripts/report.py DIR [DIR ...] [--out PATH]."""
 
 import argparse
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -35,7 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="PATH", help="what to write: a .png, a .html, or a directory for report.html (default: RUN/report.png for one run; DIR/report.html; report/report.html for several)")  # fmt: skip
     options = parser.parse_args(arguments)
     try:
-        return report(options.directories, options.out)
+        code = report(options.directories, options.out)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads the list has read enough: the report is written by then
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         print(f"report.py: {said}", file=sys.stderr)

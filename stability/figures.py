@@ -18,7 +18,7 @@ from stability.gather import Entry
 from stability.groups import LINES, Layout, arranged, grouped, grouped_along
 from stability.maps import heat_maps, stability_map
 from stability.observables import Unread, loss_or_start, verdict
-from stability.panel import BLACK, LAYER, cut_off, decades, log_y, loss_top, rate
+from stability.panel import BLACK, LAYER, decades, log_y, loss_top, rate
 from stability.records import Array, Run
 from stability.sheets import (
     GHOST,
@@ -109,7 +109,7 @@ def gradient_norm(entries: Sequence[Entry]) -> Drawing | None:
     if page is None:
         return None
     figure, panels, layout, runs = page
-    cut = _log_y(panels, norms, limits)
+    cut = _log_y(panels, norms)
     name_axes(figure, panels, STEP, "total gradient norm (L2)" + cut)
     legend(figure, signs(layout, runs, crosses=True))
     what = "Gradient norm of the whole model before clipping, as the geometric mean over a fiftieth of the run."
@@ -131,7 +131,7 @@ def depth_profile(entries: Sequence[Entry]) -> Drawing | None:
         return None
     figure, panels, layout, runs = page
     norms = [part(run).y for run in runs for part in (first, last)]
-    cut = _log_y(panels, norms, decades(norms))
+    cut = _log_y(panels, norms)
     panels[0].xaxis.set_major_locator(MaxNLocator(4, integer=not relative, min_n_ticks=1, steps=[1, 2, 5, 10]))
     name_axes(
         figure, panels, "layer / depth (1 = last)" if relative else LAYER, "gradient norm of the block (L2)" + cut
@@ -143,15 +143,12 @@ def depth_profile(entries: Sequence[Entry]) -> Drawing | None:
     return figure, f"{what}{reading(layout, _seeds(layout))}{left_out(entries, runs, 'two layers to draw')}"
 
 
-def _log_y(panels: Sequence[Axes], norms: Sequence[Array], limits: tuple[float, float] | None) -> str:
+def _log_y(panels: Sequence[Axes], norms: Sequence[Array]) -> str:
     """What to add to the name of the axis where it does not show all."""
-    if limits:
-        panels[0].set_ylim(limits[0] / 1.5, limits[1] * 1.5)
-    log_y(panels[0], "")
+    cut = log_y(panels[0], "", norms)
     if len(panels) > 1:  # nine of them a decade, in each panel: they cost more time than all the curves
         panels[0].yaxis.set_minor_locator(NullLocator())
-    cut = cut_off(norms, limits)
-    return f"\n{cut}" if cut else ""
+    return cut
 
 
 def _seeds(layout: Layout | None) -> bool:

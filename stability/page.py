@@ -41,6 +41,7 @@ MEANINGS = {  # `stability.verdict` in a few words
     "unfinished": "no verdict yet: still going, or killed",
     "no record": "there is nothing to read",
 }
+PLAIN = {"verdict", "summary", "mean"}  # of the names in a claim, those that need no sentence
 BYTES = 300_000  # an SVG up to this size is shown, a larger one as PNG: a browser draws each of its paths
 DPI = 160
 
@@ -208,7 +209,7 @@ def measured(claim: Claim) -> str:
 def _meanings(claim: Claim) -> Iterator[str]:
     """What the names that `measured` gives stand for: the first sentence about each."""
     for name, function in ((claim.observe, OBSERVABLES.get(claim.observe)), (claim.take, TAKES.get(claim.take or ""))):
-        if name != "verdict" and (said := inspect.getdoc(function) if function else None):
+        if name not in PLAIN and (said := inspect.getdoc(function) if function else None):
             sentence = re.split(r"[.](?:\s|$)", said)[0].replace("`", "")
             yield f"{name}: {' '.join(sentence.split())}"
 

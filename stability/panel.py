@@ -42,13 +42,20 @@ def mark(places: Array | NDArray[np.int64]) -> str:
     return "o" if len(places) == 1 else ""
 
 
-def log_y(panel: Axes, text: str) -> None:
+def log_y(panel: Axes, text: str, norms: Sequence[Array] = ()) -> str:
+    """A log axis, of `norms` that span too much with their `decades` alone. What that cuts off is added to the text, and
+    returned."""
     panel.set_yscale("log")
-    panel.set_ylabel(text, fontsize=11)
+    if limits := decades(norms):
+        panel.set_ylim(limits[0] / 1.5, limits[1] * 1.5)
+    cut = cut_off(norms, limits)
+    cut = f"\n{cut}" if cut else ""
+    panel.set_ylabel(text and text + cut, fontsize=11)
     panel.yaxis.set_minor_formatter(NullFormatter())
     if ticks := log_ticks(*panel.get_ylim()):
         panel.yaxis.set_major_locator(ticks[0])
         panel.yaxis.set_major_formatter(ticks[1])
+    return cut
 
 
 def log_ticks(low: float, high: float) -> tuple[LogLocator, FuncFormatter] | None:

@@ -104,6 +104,20 @@ def test_one_run_is_a_picture_and_several_are_a_page(
         assert said == "" and why in errors and errors.count("\n") == 1
 
 
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path):
+    write_run(tmp_path / "a", lines_of(5), steps_done=5, steps=5)
+    with subprocess.Popen(
+        [sys.executable, ROOT / "scripts/report.py", tmp_path / "a"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 0
+    assert (tmp_path / "a/report.png").is_file()
+
+
 def test_what_is_broken_is_said_on_the_terminal_too(tmp_path: Path):
     write_study(tmp_path / "twenty")
     break_five(tmp_path / "twenty")
