@@ -89,6 +89,14 @@ def test_a_claim_says_what_its_names_stand_for():
     ]
 
 
+def test_the_commands_of_a_few_runs_are_open_and_so_printed(tmp_path: Path):
+    for seed in range(9):
+        write_run(tmp_path / str(seed), lines_of(3), steps_done=3, seed=seed)
+        html = render(gather([tmp_path]))
+        assert ("<details open><summary>the command of each run" in html) == (seed < 8)
+        assert ('<section id="commands" class="screen">' in html) == (seed == 8)
+
+
 def test_what_a_name_stands_for_is_said_once():
     claims = [Claim.model_validate(CLAIM | {"observe": name}) for name in ("stable", "stable", "verdict")]
     html = render(Gathered("x", [], [], {}), [Judged("x", claim, "undecided", [], "has not run") for claim in claims])
