@@ -1,6 +1,7 @@
 """What runs came to, to look at: python scripts/report.py DIR [DIR ...] [--out PATH]."""
 
 import argparse
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from stability.gather import PAGE, Gathered, gather, nothing
+from stability.observables import verdict
 from stability.records import Run
 from stability.report import draw_run, draw_runs
 
@@ -34,9 +36,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="PATH", help="what to write: a .png, a .html, or a directory for report.html (default: RUN/report.png for one run; DIR/report.html; report/report.html for several)")  # fmt: skip
     options = parser.parse_args(arguments)
     try:
-        return report(options.directories, options.out)
+        code = report(options.directories, options.out)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads the list has read enough: the report is written by then
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
-        print(f"report.py: {error}", file=sys.stderr)
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        print(f"report.py: {said}", file=sys.stderr)
         return 2
 
 
@@ -83,8 +91,8 @@ def _list(gathered: Gathered) -> None:
         print(f"report.py: left out: {name}: {why}", file=sys.stderr)
     entries = [entry for entry in gathered.entries if entry.run]
     if len(gathered.entries) > LISTED:
-        counts = Counter(entry.run.verdict if entry.run else "no record" for entry in gathered.entries)
-        print(f"{len(gathered.entries)} runs: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}")
+        counts = Counter(verdict(entry.run) if entry.run else "no record" for entry in gathered.entries)
+        print(f"{len(gathered.entries)} runs: {', '.join(f'{n} {word}' for word, n in counts.most_common())}")
         return
     width = max(len(entry.name) for entry in entries)
     for entry in gathered.entries:
@@ -102,7 +110,8 @@ def _result(run: Run) -> str:
     final = summary.get("final_loss", recent.mean() if len(recent) else None)
     validation = summary.get("final_val_loss", run.val_loss[-1] if len(run.val_loss) else None)
     taken = run.step[-1] if len(run.step) else 0
-    return f"{run.verdict:11}  loss {_nats(final)}  val {_nats(validation)}  steps {taken}/{summary.get('steps', '?')}"
+    asked = summary.get("steps", run.config.get("steps", "?"))
+    return f"{verdict(run):11}  loss {_nats(final)}  val {_nats(validation)}  steps {taken}/{asked}"
 
 
 def _nats(value: float | None) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from stability.curves import EMPTY, Curve, profile, smooth_loss, smooth_norm, thread
@@ -17,8 +18,8 @@ from stability.gather import Entry
 from stability.groups import LINES, Layout, arranged, grouped, grouped_along
 from stability.maps import heat_maps, stability_map
 from stability.observables import Unread, loss_or_start, verdict
-from stability.panel import LAYER, log_y, loss_top, rate
-from stability.records import Run
+from stability.panel import BLACK, LAYER, decades, log_y, loss_top, rate
+from stability.records import Array, Run
 from stability.sheets import (
     GHOST,
     POINTS,
@@ -46,6 +47,7 @@ from stability.sheets import (
 LOSS = "loss (nats per token)"
 BOTH = "at the first logged step and at the last"
 ENTROPY = ("unigram_entropy", "--", "unigram entropy")
+FIRST = Line2D([], [], color=BLACK, linewidth=0.7, label="thin: first logged step")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,9 @@ def plates(entries: Sequence[Entry]) -> Iterator[Plate]:
         if drawing := draw(entries):
             figure, caption = drawing
             figure.draw_without_rendering()
+            middle = np.mean([edge for panel in figure.axes for edge in panel.get_position().intervaly])
+            for text in figure.texts:  # beside the panels, and not beside the legend
+                text.set_y(middle if text.get_rotation() == 90 else text.get_position()[1])
             figure.set_layout_engine("none")  # laid out once, however often it is saved
             yield Plate(name, title, caption, figure)
 
@@ -97,12 +102,15 @@ def loss(entries: Sequence[Entry]) -> Drawing | None:
 
 def gradient_norm(entries: Sequence[Entry]) -> Drawing | None:
     curve = cache(smooth_norm)
-    page = _page_of_curves(_with(entries, curve, 2), [("", curve)], math.inf)
+    drawn = _with(entries, curve, 2)
+    norms = [curve(entry.run).y for entry in drawn if entry.run]
+    limits = decades(norms)
+    page = _page_of_curves(drawn, [("", curve)], limits[1] if limits else math.inf)
     if page is None:
         return None
     figure, panels, layout, runs = page
-    _log_y(panels)
-    name_axes(figure, panels, STEP, "total gradient norm (L2)")
+    cut = _log_y(panels, norms)
+    name_axes(figure, panels, STEP, "total gradient norm (L2)" + cut)
     legend(figure, signs(layout, runs, crosses=True))
     what = "Gradient norm of the whole model before clipping, as the geometric mean over a fiftieth of the run."
     if layout:
@@ -122,19 +130,25 @@ def depth_profile(entries: Sequence[Entry]) -> Drawing | None:
     if page is None:
         return None
     figure, panels, layout, runs = page
-    _log_y(panels)
-    panels[0].xaxis.set_major_locator(MaxNLocator(4, integer=not relative, min_n_ticks=1))
-    name_axes(figure, panels, "layer / depth (1 = last)" if relative else LAYER, "gradient norm of the block (L2)")
-    legend(figure, signs(layout, runs, crosses=False))
-    both = "at the last logged step, and at the first as a thin line" if layout and len(layout.panels) > 1 else BOTH
+    norms = [part(run).y for run in runs for part in (first, last)]
+    cut = _log_y(panels, norms)
+    panels[0].xaxis.set_major_locator(MaxNLocator(4, integer=not relative, min_n_ticks=1, steps=[1, 2, 5, 10]))
+    name_axes(
+        figure, panels, "layer / depth (1 = last)" if relative else LAYER, "gradient norm of the block (L2)" + cut
+    )
+    thin = layout is not None and len(layout.panels) > 1 and not once
+    legend(figure, [*signs(layout, runs, crosses=False), *([FIRST] if thin else [])])
+    both = "at the last logged step, and at the first as a thin line" if thin else BOTH
     what = f"Gradient norm of each block against its layer, {'at the one logged step' if once else both}."
     return figure, f"{what}{reading(layout, _seeds(layout))}{left_out(entries, runs, 'two layers to draw')}"
 
 
-def _log_y(panels: Sequence[Axes]) -> None:
-    log_y(panels[0], "")
+def _log_y(panels: Sequence[Axes], norms: Sequence[Array]) -> str:
+    """What to add to the name of the axis where it does not show all."""
+    cut = log_y(panels[0], "", norms)
     if len(panels) > 1:  # nine of them a decade, in each panel: they cost more time than all the curves
         panels[0].yaxis.set_minor_locator(NullLocator())
+    return cut
 
 
 def _seeds(layout: Layout | None) -> bool:
@@ -148,8 +162,11 @@ def _ends(layout: Layout | None, runs: Sequence[Run]) -> str:
 
 
 def _with(entries: Sequence[Entry], curve: Callable[[Run], Curve], points: int) -> list[Entry]:
-    """Those whose curve has at least so many points."""
-    return [entry for entry in entries if entry.run and len(curve(entry.run).known) >= points]
+    """Those whose curve has at least so many points, in the order of their groups: what is left out changes no colour that
+    it need not change."""
+    order = {group: place for place, group in enumerate(dict.fromkeys(entry.group for entry in entries))}
+    there = [entry for entry in entries if entry.run and len(curve(entry.run).known) >= points]
+    return sorted(there, key=lambda entry: order[entry.group])
 
 
 def _page_of_curves(
@@ -198,16 +215,18 @@ def _against(
     entries: Sequence[Entry], key: str, across: Callable[[Run], Any], text: str, said: Callable[[float], str]
 ) -> Drawing | None:
     """The final loss against a setting, a line for each group of runs that differ in nothing else; None where it has one
-    value alone."""
+    value alone, or where few runs differ in more than it throughout: a line would be a point."""
     at = partial(_final, across=across)
-    drawn = [entry for entry in entries if entry.run and len(entry.run.step) > 1 and len(at(entry.run).known)]
+    drawn = [entry for entry in _with(entries, at, 1) if entry.run and len(entry.run.step) > 1]
     places = sorted({float(at(entry.run).x[0]) for entry in drawn if entry.run})
     if len(places) < 2:
         return None
     groups = grouped_along(drawn, key)
     runs = [run for group in groups for run in group.runs]
     widths = [len({at(run).x[0] for run in group.runs}) for group in groups]
-    layout = arranged(groups) if len(groups) <= LINES or max(widths) > 1 else None  # or each line would be a point
+    if max(widths) == 1 and len(groups) <= LINES:
+        return None
+    layout = arranged(groups) if max(widths) > 1 else None
     shown = layout.panels if layout else [("", [])]
     figure, panels = sheet([title for title, _ in shown], columns_for(len(shown)))
     for panel, (_, its) in zip(panels, shown, strict=True):
@@ -272,5 +291,5 @@ PLATES: dict[str, tuple[str, Callable[[Sequence[Entry]], Drawing | None]]] = {
     "depth_profile": ("Gradient norm against depth", depth_profile),
     "loss_against_lr": ("Final loss against the learning rate", loss_against_lr),
     "loss_against_depth": ("Final loss against depth", loss_against_depth),
-    "stability_map": ("Verdicts", stability_map),
+    "stability_map": ("Stability map", stability_map),
 }

@@ -81,7 +81,7 @@ def judge(
 
 def _judge(name: str, claim: Claim, cases: Sequence[Case], scale: str, values: Mapping[str, Sequence[Any]]) -> Judged:
     if claim.scales and scale not in claim.scales:
-        return Judged(name, claim, "not judged", [], f"judged at {', '.join(claim.scales)}")
+        return Judged(name, claim, "not judged", [], f"judged at scale {' or '.join(claim.scales)} alone")
     against = claim.against or {}
     lacks = [*_not_run(claim.of, cases, scale), *_not_run(against, cases, scale)]
     points = _points(claim, claim.of, cases)
@@ -243,7 +243,8 @@ def found(judged: Judged) -> str:
         low, high, n = min(numbers), max(numbers), len(numbers)
         hold = sum(judged.claim.expect.holds(value) for value in numbers)
         counted = f"{hold} of {n} hold" if judged.verdict == "fails" else f"{n} numbers"
-        said.append(f"{low:.4g}" if n == 1 else f"{low:.4g} to {high:.4g} ({counted})")
+        span = f"{low:.4g} to {high:.4g}" if f"{low:.4g}" != f"{high:.4g}" else f"{low:.4g}"
+        said.append(span if n == 1 else f"{span} ({counted})")
     if judged.verdict in ("undecided", "not judged"):
         said.append(judged.reason)
     return "; ".join(said)

@@ -1,5 +1,6 @@
 """How several runs are told apart: by all that differs between them."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,9 +31,11 @@ def facts(runs: Sequence[Run]) -> list[Facts]:
 
 def label(runs: Sequence[Run], told: Sequence[Facts] | None = None) -> list[str]:
     """A short label for each run from its `facts`: `placement=post model.depth=24`. Runs that differ in nothing get their
-    names, and their directories where the names are the same."""
+    names, and where those are the same their directories, from where they part."""
     labels = [words(own) for own in (facts(runs) if told is None else told)]
-    for more in ([run.name for run in runs], [str(run.directory) for run in runs]):
+    places = [os.path.abspath(run.directory) for run in runs]
+    shared = os.path.commonpath([os.path.dirname(own) for own in places]) if places else ""
+    for more in ([run.name for run in runs], [os.path.relpath(own, shared) for own in places]):
         labels = [f"{own} {extra}".strip() if labels.count(own) > 1 or not own else own
                   for own, extra in zip(labels, more, strict=True)]  # fmt: skip
     return labels

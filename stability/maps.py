@@ -1,7 +1,7 @@
 """What is drawn as cells: the gradient norm of a run by layer and step, and the verdicts of runs by two of their facts."""
 
 from collections.abc import Sequence
-from itertools import combinations, permutations
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,11 @@ from stability.curves import drawable
 from stability.gather import Entry
 from stability.groups import ARM, SEED, Group, grouped, numeric, short, values
 from stability.observables import verdict
-from stability.panel import GREY, LAYER, VERDICTS, ink, log_ticks, page, plain, positive, rate
+from stability.panel import GREY, LAYER, VERDICTS, cut_off, decades, ink, log_ticks, page, plain, positive, rate
 from stability.records import Array, Run
 from stability.sheets import STEP, TEXT, WIDTH, Drawing, columns_for, left_out, legend, sheet
 
-MAPS, COLUMNS, ROWS = 12, 400, 200  # panels, and the cells of each: steps, layers
+MAPS, COLUMNS, ROWS = 15, 400, 200  # panels, and the cells of each: steps, layers
 LETTERS = {
     "stable": "S", "spiky": "K", "stalled": "L", "diverged": "D", "too_short": "T", "unfinished": "U", "interrupted": "I",
     "failed": "F", "refused": "R",
@@ -33,19 +33,19 @@ LARGEST = 30  # values of an axis that get a row or a column each
 
 
 def heat_maps(entries: Sequence[Entry]) -> Drawing | None:
-    """Of each group one run, of at most 12 groups, on one colour scale; None where no run has two logged steps."""
+    """Of each group one run, of at most 15 groups, on one colour scale; None where no run has two logged steps."""
     groups = grouped(entry for entry in entries if entry.run and len(drawable(entry.run)) > 1)
     if not groups:
         return None
     shown, columns = _representatives(groups)
     runs = [group.runs[0] for group in shown]
-    figure, panels = sheet([group.name for group in shown], columns, shared=False, height=2.1)
+    figure, panels = sheet([group.name for group in shown], columns, shared=False, height=1.9)
     scale = colour_scale(runs)
     for panel, run in zip(panels, runs, strict=True):
         mesh = heat_map(panel, run, scale, COLUMNS, ROWS)
         panel.grid(False)
         panel.xaxis.set_major_locator(MaxNLocator(3, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
-        panel.yaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+        panel.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     figure.supxlabel(STEP, fontsize=TEXT)
     figure.supylabel(LAYER, fontsize=TEXT)
     colour_bar(figure, mesh, panels, location="top", aspect=50).ax.tick_params(labelsize=TEXT - 1)
@@ -57,26 +57,32 @@ def heat_maps(entries: Sequence[Entry]) -> Drawing | None:
 
 
 def _representatives(groups: Sequence[Group]) -> tuple[list[Group], int]:
-    """At most 12 groups, and how many stand side by side. Where two facts cross, those of up to 3 values of the one by up to
-    4 or more of the other, from end to end, the arms below one another; else groups at equal distances."""
-    facts = [group.facts for group in groups]
-    keys = crossed(facts)
-    tables = [
-        _table(groups, across, down) for across, down in permutations(sorted(keys, key=lambda key: key == ARM), 2)
-    ]
-    table, columns = max(tables, key=lambda found: len(found[0]), default=([], 0))
+    """At most 15 groups, and how many stand side by side. Where groups differ in one fact alone, they stand in a row, the
+    arms below one another; else groups at equal distances."""
+    keys = sorted(dict.fromkeys(key for group in groups for key in group.facts), key=lambda key: key == ARM)
+    tables = [_table(groups, across) for across in keys]
+    table, columns, _ = max(tables, key=lambda found: (found[2], len(found[0]), found[1]), default=([], 0, False))
     few = _spread(groups, MAPS)
-    return (table, columns) if len(table) >= min(len(few), MAPS - 3) else (few, columns_for(len(few)))
+    return (table, columns) if len(table) >= min(len(few), MAPS - 6) else (few, columns_for(len(few)))
 
 
-def _table(groups: Sequence[Group], across: str, down: str) -> tuple[list[Group], int]:
-    """The first group of each cell, by row; none where a cell is empty."""
-    facts = [group.facts for group in groups]
-    columns = _spread(values(facts, across), 3)
-    rows = _spread(values(facts, down), MAPS // len(columns))
-    at = {(short(group.facts.get(across)), short(group.facts.get(down))): group for group in reversed(groups)}
-    table = [at.get((short(column), short(row))) for row in rows for column in columns]
-    return ([group for group in table if group] if all(table) else [], len(columns))
+def _table(groups: Sequence[Group], across: str) -> tuple[list[Group], int, bool]:
+    """Groups by row, how many stand in a row, and whether all rows without a gap and all of `across` that is no number are
+    there: up to three of its values from end to end, or where that leaves no room for all rows its ends."""
+    rows: dict[tuple[tuple[str, str], ...], dict[str, Group]] = {}
+    for group in groups:
+        rest = tuple((key, short(value)) for key, value in group.facts.items() if key != across)
+        rows.setdefault(rest, {}).setdefault(short(group.facts.get(across)), group)
+    found = values((group.facts for group in groups), across)
+    known, measure = [short(value) for value in found], numeric(found)
+    fit = []
+    for most in (3, 2):
+        columns = _spread(known, most)
+        whole = [[row[column] for column in columns] for row in rows.values() if row.keys() >= set(columns)]
+        room = MAPS // len(columns)
+        complete = len(whole) <= room and (measure or len(columns) == len(known))
+        fit.append(([group for row in _spread(whole, room) for group in row], len(columns), complete))
+    return fit[0] if fit[0][2] else max(reversed(fit), key=lambda found: found[2])
 
 
 def _spread(items: Sequence[Any], most: int) -> list[Any]:
@@ -85,10 +91,12 @@ def _spread(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def colour_scale(runs: Sequence[Run]) -> LogNorm:
-    """From the smallest to the largest norm of all of them, so that their maps can be compared."""
-    known = np.concatenate([positive(run.layers["block"]).ravel() for run in runs])
+    """From the smallest to the largest norm of all of them, so that their maps can be compared; of several runs six decades
+    (`decades`)."""
+    norms = [run.layers["block"] for run in runs]
+    known = np.concatenate([positive(own).ravel() for own in norms])
     known = known[np.isfinite(known)]
-    low, high = (known.min(), known.max()) if len(known) else (0.1, 1.0)
+    low, high = decades(norms) or ((known.min(), known.max()) if len(known) else (0.1, 1.0))
     return LogNorm(low, high) if low < high else LogNorm(low / 3, high * 3)
 
 
@@ -121,15 +129,19 @@ def cells(run: Run, columns: int, rows: int) -> tuple[NDArray[np.int64], Array, 
 
 
 def colour_bar(figure: Figure | SubFigure, mesh: QuadMesh, panels: Sequence[Axes], **form: Any) -> Colorbar:
-    bar = figure.colorbar(mesh, ax=list(panels), **form)
-    grey = any(np.ma.is_masked(drawn.get_array()) for panel in panels for drawn in panel.collections)
+    norms: list[Any] = [np.ma.asarray(drawn.get_array()) for panel in panels for drawn in panel.collections]
+    low, high = (float(end or 0.0) for end in mesh.get_clim())
+    cut = cut_off([own.filled(np.nan) for own in norms], (low, high))
+    ends = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(
+        ("falls" in cut, "rises" in cut), "neither"
+    )
+    bar = figure.colorbar(mesh, ax=list(panels), extend=ends, **form)
+    grey = "grey: zero or not finite" if any(np.ma.is_masked(own) for own in norms) else ""
     between = "\n" if bar.orientation == "vertical" else "; "
     bar.minorformatter = NullFormatter()
     if ticks := log_ticks(*bar.ax.get_xlim() if bar.orientation == "horizontal" else bar.ax.get_ylim()):
         bar.locator, bar.formatter = ticks
-    bar.set_label(
-        "gradient norm of the block (L2)" + (f"{between}grey: zero or not finite" if grey else ""), fontsize=11
-    )
+    bar.set_label(between.join(filter(None, ["gradient norm of the block (L2)", cut, grey])), fontsize=11)
     return bar
 
 

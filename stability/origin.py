@@ -77,6 +77,8 @@ def _environment(entry: Entry) -> Facts:
         found = None
     flat = leaves(found or {})
     facts = {key.replace(".", " "): value for key, value in flat if key not in OWN and not key.startswith("versions.")}
+    if str(facts.get("git")).endswith("+"):
+        facts["git"] = f"{facts['git'][:-1]}, with changes that were not committed"
     versions = (found or {}).get("versions")
     if isinstance(versions, dict):
         facts["packages"] = ", ".join(f"{name} {version}" for name, version in versions.items())

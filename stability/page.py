@@ -1,6 +1,8 @@
 """A report as one HTML page that fetches nothing, and its figures in a folder beside it."""
 
+import inspect
 import json
+import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,29 +16,32 @@ import matplotlib
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from stability import judging
+from stability import judging, observables
 from stability.claims import Claim, expected
 from stability.figures import Plate, plates
 from stability.gather import FIGURES, Entry, Gathered
 from stability.judging import Judged
 from stability.label import words
+from stability.observables import OBSERVABLES
 from stability.origin import origin, run_commands, study_command, worded
 from stability.panel import BLACK, GREEN, GREY, ORANGE, RED, VERDICTS
+from stability.takes import TAKES
 from stability.whole import replace
 
 COLOURS = VERDICTS | {"holds": GREEN, "fails": RED, "undecided": ORANGE, "failed": BLACK, "refused": BLACK}
 MEANINGS = {  # `stability.verdict` in a few words
-    "stable": "it learnt, and nothing below happened",
+    "stable": "it learnt, without spikes, and did not diverge",
     "spiky": "at least two loss spikes, or a step that was skipped because its gradient was not finite",
-    "stalled": "the loss never got clearly below the entropy of single tokens",
+    "stalled": "the loss never got clearly below the unigram entropy: it learnt no more than how frequent each token is",
     "diverged": "loss or gradient not finite, or the loss far above its start for a tenth of the run",
     "too short": "too few steps, or still falling too fast, to tell",
     "interrupted": "a signal ended it",
     "failed": "an error ended it",
     "refused": "its settings were refused before the first step",
-    "unfinished": "no summary: still going, or killed",
+    "unfinished": "no verdict yet: still going, or killed",
     "no record": "there is nothing to read",
 }
+PLAIN = {"verdict", "summary", "mean"}  # of the names in a claim, those that need no sentence
 BYTES = 300_000  # an SVG up to this size is shown, a larger one as PNG: a browser draws each of its paths
 DPI = 160
 
@@ -81,14 +86,23 @@ def render(gathered: Gathered, judged: Sequence[Judged] = (), shown: Sequence[Sh
     table = [[_fact(entry.facts[key]) if key in entry.facts else Cell() for key in keys] for entry in entries]
     numeric = [all(cell.number or cell.value is None for cell in column) for column in zip(*table, strict=True)]
     verdicts = Counter(map(verdict, entries))
+    numbers = [_numbers(entry) for entry in entries]
+    claims, told = [_claim(one) for one in judged], set[str]()
+    for claim in claims:  # what a name stands for is said once
+        claim["meanings"] = [said for said in claim["meanings"] if said not in told]
+        told.update(claim["meanings"])
+    heads = [head for place, head in enumerate(COLUMNS) if any(cells[place].value for cells in numbers)]
     return engine.get_template("report.html.jinja").render(
         title=gathered.title,
         plan=plan,
         counts=list(_counts(verdicts, judged)),
-        claims=[_claim(one) for one in judged],
+        claims=claims,
         keys=dict(zip(keys, numeric, strict=True)),
-        rows=[(entry, verdict(entry), cells, _numbers(entry)) for entry, cells in zip(entries, table, strict=True)],
-        columns=COLUMNS,
+        rows=[
+            (entry.name, verdict(entry), cells, [own for head, own in zip(COLUMNS, its, strict=True) if head in heads])
+            for entry, cells, its in zip(entries, table, numbers, strict=True)
+        ],
+        columns=heads,
         meanings={word: said for word, said in MEANINGS.items() if word in verdicts},
         broken=[(entry.name, verdict(entry), entry.why) for entry in entries if entry.why],
         others=gathered.others,
@@ -104,9 +118,7 @@ def render(gathered: Gathered, judged: Sequence[Judged] = (), shown: Sequence[Sh
 
 def verdict(entry: Entry) -> str:
     """What became of a run, in a word or two."""
-    if entry.run is None:
-        return "no record"
-    return "unfinished" if entry.run.summary is None else entry.run.verdict.replace("_", " ")
+    return "no record" if entry.run is None else observables.verdict(entry.run).replace("_", " ")
 
 
 def _counts(verdicts: Counter[str], judged: Sequence[Judged]) -> Iterator[str]:
@@ -174,6 +186,7 @@ def _claim(one: Judged) -> dict[str, Any]:
         "found": judging.found(one),
         "reason": one.reason if one.verdict == "fails" else "",
         "measured": measured(one.claim),
+        "meanings": list(_meanings(one.claim)),
         "numbers": [
             (label, value if isinstance(value, str) else f"{value:.5g}", value, one.claim.expect.holds(value))
             for label, value in one.numbers
@@ -191,6 +204,14 @@ def measured(claim: Claim) -> str:
     if claim.along is not None:
         said.insert(1 if claim.take_first else len(said), f"{claim.take} along {claim.along}")
     return ", ".join(said)
+
+
+def _meanings(claim: Claim) -> Iterator[str]:
+    """What the names that `measured` gives stand for: the first sentence about each."""
+    for name, function in ((claim.observe, OBSERVABLES.get(claim.observe)), (claim.take, TAKES.get(claim.take or ""))):
+        if name not in PLAIN and (said := inspect.getdoc(function) if function else None):
+            sentence = re.split(r"[.](?:\s|$)", said)[0].replace("`", "")
+            yield f"{name}: {' '.join(sentence.split())}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the figures

@@ -42,13 +42,20 @@ def mark(places: Array | NDArray[np.int64]) -> str:
     return "o" if len(places) == 1 else ""
 
 
-def log_y(panel: Axes, text: str) -> None:
+def log_y(panel: Axes, text: str, norms: Sequence[Array] = ()) -> str:
+    """A log axis, of `norms` that span too much with their `decades` alone. What that cuts off is added to the text, and
+    returned."""
     panel.set_yscale("log")
-    panel.set_ylabel(text, fontsize=11)
+    if limits := decades(norms):
+        panel.set_ylim(limits[0] / 1.5, limits[1] * 1.5)
+    cut = cut_off(norms, limits)
+    cut = f"\n{cut}" if cut else ""
+    panel.set_ylabel(text and text + cut, fontsize=11)
     panel.yaxis.set_minor_formatter(NullFormatter())
     if ticks := log_ticks(*panel.get_ylim()):
         panel.yaxis.set_major_locator(ticks[0])
         panel.yaxis.set_major_formatter(ticks[1])
+    return cut
 
 
 def log_ticks(low: float, high: float) -> tuple[LogLocator, FuncFormatter] | None:
@@ -63,6 +70,42 @@ def loss_top(losses: Sequence[Array]) -> tuple[float, float] | None:
     start = max((loss[0] for loss in known), default=0)
     highest = max((loss.max() for loss in known), default=0)
     return (1.5 * start, highest) if highest > 2 * start > 0 else None
+
+
+def decades(numbers: Sequence[Array]) -> tuple[float, float] | None:
+    """Of several arrays whose numbers span more than eight decades, the limits of the six that hold the most of them, each
+    array counting alike; None for any others. A gradient that has vanished would press the rest into one stroke."""
+    known = [np.log10(own[np.isfinite(own)]) for own in map(positive, numbers)]
+    known = [own.ravel() for own in known if own.size]
+    if len(known) < 2:
+        return None
+    values = np.concatenate(known)
+    order = np.argsort(values)
+    values = values[order]
+    if values[-1] - values[0] <= 8:
+        return None
+    shares = np.concatenate([np.full(len(own), 1 / len(own)) for own in known])[order]
+    below = np.concatenate([[0.0], np.cumsum(shares)])
+    ends = np.searchsorted(values, values + 6, side="right")
+    start = int((below[ends] - below[:-1]).argmax())
+    low, high = values[start], values[ends[start] - 1]
+    low, high = (
+        (values[0] if low - values[0] < 1 else low),
+        (values[-1] if values[-1] - high < 1 else high),
+    )  # by a hair
+    return float(10**low), float(10**high)
+
+
+def cut_off(numbers: Sequence[Array], limits: tuple[float, float] | None) -> str:
+    """What lies beyond the limits, in words: `cut off: it falls to 1e-18`; empty where nothing does."""
+    known = [own for own in (positive(own) for own in numbers) if np.isfinite(own).any()]
+    if limits is None or not known:
+        return ""
+    low, high = min(np.nanmin(own) for own in known), max(np.nanmax(own) for own in known)
+    ends = [f"falls to {low:.0e}"] * bool(low < 0.999 * limits[0]) + [f"rises to {high:.0e}"] * bool(
+        high > 1.001 * limits[1]
+    )
+    return f"cut off: it {' and '.join(ends)}" if ends else ""
 
 
 def rate(value: float) -> str:

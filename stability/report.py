@@ -39,7 +39,7 @@ from stability.panel import (
     positive,
     save,
 )  # fmt: skip
-from stability.records import Run
+from stability.records import Array, Run
 
 HEAT_MAPS = 8
 COLUMNS, ROWS = 800, 1000  # of a heat map: more than it has pixels for only make the file slow to draw
@@ -176,6 +176,7 @@ def _curves(figure: SubFigure, runs: Sequence[Run]) -> list[Artist]:
     loss, norm, profile = figure.subplots(1, 3)
     one_depth = len({run.depth for run in runs if run.depth}) <= 1
     handles: list[Artist] = []
+    norms: list[Array] = []
     for number, run in enumerate(runs):
         colour = PALETTE[number % len(PALETTE)]
         style = {"color": colour, "linestyle": DASHES[number // len(PALETTE) % len(DASHES)], "marker": mark(run.step)}
@@ -185,13 +186,14 @@ def _curves(figure: SubFigure, runs: Sequence[Run]) -> list[Artist]:
         for row in drawable(run)[-1:]:
             layer = np.arange(1, run.depth + 1) / (1 if one_depth else run.depth)
             style["marker"] = mark(layer)
-            profile.plot(layer, positive(run.layers["block"][row]), linewidth=1.8, **style)
+            norms.append(positive(run.layers["block"][row]))
+            profile.plot(layer, norms[-1], linewidth=1.8, **style)
     known = {(run.summary or {}).get("unigram_entropy") for run in runs} - {None}
     for text in sorted({f"{entropy:.3f}" for entropy in known}):
         loss.axhline(float(text), color=GREY, linestyle="--", linewidth=1.2, label=f"unigram entropy {text} nats")
     _loss_y(loss, runs)
     log_y(norm, "total gradient norm (L2)")
-    log_y(profile, "gradient norm of the block (L2)")
+    log_y(profile, "gradient norm of the block (L2)", norms)
     furnish(loss, "Loss: running mean, validation as points")
     furnish(norm, "Gradient norm of the whole model")
     across = LAYER if one_depth else "layer / depth (1 = last)"

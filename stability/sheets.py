@@ -188,10 +188,12 @@ def _sign(**form: Any) -> Line2D:
 
 
 def legend(figure: Figure, signs: Sequence[Artist]) -> None:
-    """Above the panels, in as many columns as there is room for."""
+    """Above the panels, in as many columns as there is room for; more than two rows make the figure higher."""
     longest = max((len(line) for sign in signs for line in str(sign.get_label()).splitlines()), default=0)
     columns = max(1, min(4, 112 // (longest + 9)))
     if signs:
+        rows = -(-sum(str(sign.get_label()).count("\n") + 1 for sign in signs) // columns)
+        figure.set_figheight(figure.get_figheight() + 0.2 * max(0, rows - 2))
         figure.legend(handles=list(signs), loc="outside upper left", ncols=columns, frameon=False, fontsize=TEXT - 1)
 
 

@@ -71,7 +71,7 @@ def test_one_run_is_a_picture_and_several_are_a_page(
 ):
     for name, seed in (("a", 0), ("b", 1)):
         write_run(tmp_path / "runs" / name, lines_of(5), seed=seed, steps_done=5, steps=5)
-    (tmp_path / "there").mkdir()
+    (tmp_path / "there/empty").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(report, "draw_run", lambda run, path: path.write_bytes(b"one"))
     monkeypatch.setattr(report, "draw_runs", lambda runs, path, names: path.write_bytes(b"several"))
@@ -95,13 +95,27 @@ def test_one_run_is_a_picture_and_several_are_a_page(
             assert content.count(b'<tr><th scope="row" data-value="') == runs
     for words, why in (
         ("nowhere", "nowhere is not a run directory and holds none: there is no such directory"),
-        ("there/figures", "there/figures is not a run directory and holds none: is empty"),
+        ("there/empty", "there/empty is not a run directory and holds none: is empty"),
         ("runs --out x.pdf", "--out must end in .png or .html, or be a directory, not x.pdf"),
-        ("runs --out runs/a/summary.json/x.html", "Not a directory"),
+        ("runs --out runs/a/summary.json/x.html", "summary.json/figures: Not a directory"),
     ):
         assert report.main(words.split()) == 2
         said, errors = capsys.readouterr()
         assert said == "" and why in errors and errors.count("\n") == 1
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path: Path):
+    write_run(tmp_path / "a", lines_of(5), steps_done=5, steps=5)
+    with subprocess.Popen(
+        [sys.executable, ROOT / "scripts/report.py", tmp_path / "a"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait() == 0
+    assert (tmp_path / "a/report.png").is_file()
 
 
 def test_what_is_broken_is_said_on_the_terminal_too(tmp_path: Path):

@@ -201,12 +201,83 @@ def test_heat_maps_are_the_records_on_one_colour_scale():
     assert "the first seed of every group" in plate.caption
 
 
-def test_twelve_heat_maps_say_of_how_many():
+def test_a_scale_of_several_runs_is_of_the_decades_that_hold_the_most():
+    """One run whose gradient vanishes, to 1e-17, would leave the others a single colour, and one stroke."""
+    entries = [entry(run(seed=seed), arm=f"arm{seed}") for seed in range(3)]
+    vanishing = entries[0].run.layers["block"]
+    vanishing[:] = 10.0 ** np.array([-17, -11, -5, 1])
+    norms = [own.run.layers["block"] for own in entries]
+    plate = plate_of("heat_maps", entries)
+    *panels, bar = plate.figure.axes
+    scale = panels[0].collections[0].norm
+    assert (scale.vmin, scale.vmax) == pytest.approx((1e-5, max(own.max() for own in norms)))
+    assert bar.get_xlabel() == "gradient norm of the block (L2); cut off: it falls to 1e-17"
+    plate = plate_of("depth_profile", entries)
+    low, high = plate.figure.axes[0].get_ylim()
+    assert 5e-6 < low <= 1e-5 and max(own.max() for own in norms) < high < 20
+    assert plate.figure.get_supylabel() == "gradient norm of the block (L2)\ncut off: it falls to 1e-17"
+    (panel,) = plate_of("heat_maps", entries[:1]).figure.axes[:1]
+    assert panel.collections[0].norm.vmin == pytest.approx(1e-17)  # there is nothing to compare it with
+
+
+def test_a_norm_that_explodes_leaves_the_others_to_be_seen():
+    entries = [entry(run(seed=0), arm="pre"), entry(run("diverged", seed=1), arm="post")]
+    entries[1].run.grad_norm_total[30:40] = 1e30
+    plate = plate_of("gradient_norm", entries)
+    (panel,) = plate.figure.axes
+    assert panel.get_ylim()[1] < 1e9 and panel.get_ylabel() == "total gradient norm (L2)\ncut off: it rises to 1e+30"
+    assert crosses(panel)[0][1] < panel.get_ylim()[1]
+
+
+def test_a_long_legend_takes_no_room_from_the_panels():
+    entries = [
+        entry(run(seed=n), arm=f"a long name of an arm, such as is put together from directories {n}") for n in range(7)
+    ]
+    (plate,) = [plate for plate in plates(entries) if plate.name == "depth_profile"]
+    place = plate.figure.axes[0].get_position()
+    assert place.height * plate.figure.get_figheight() > 1.8
+    (label,) = [text for text in plate.figure.texts if text.get_rotation() == 90]
+    assert label.get_position()[1] == pytest.approx((place.y0 + place.y1) / 2)
+
+
+def test_heat_maps_stand_in_rows_of_what_differs_in_one_fact():
+    """Every arm is there before a third value is, and an arm that lacks a depth breaks no row."""
+    depths = (12, 96, 200)
+    entries = [entry(run(depth=2), arm=f"arm{arm}", model__depth=depth) for depth in depths for arm in range(7)]
+    assert titles(plate_of("heat_maps", entries)) == [
+        f"arm=arm{arm} model.depth={depth}" for arm in range(7) for depth in (12, 200)
+    ]
+    rates = (1e-4, 1e-3, 1e-2, 0.1, 0.2, 0.3, 0.4)
+    entries = [entry(run(depth=2), arm=f"arm{arm}", optimizer__lr=lr) for lr in rates for arm in range(4)]
+    found = titles(plate_of("heat_maps", entries))  # more rows would be left of the rates, without two of the arms
+    assert found == [f"arm=arm{arm} optimizer.lr={lr}" for arm in range(4) for lr in (1e-4, 0.1, 0.4)]
+    entries = [
+        entry(run(depth=2), arm=arm, schedule__warmup=warmup, model__depth=depth)
+        for depth in depths
+        for warmup in (0, 9)
+        for arm in ("pre", "post", *(["peri"] if (depth, warmup) == (96, 0) else []))
+    ]
+    found = titles(plate_of("heat_maps", entries))
+    assert len(found) == 12 and found[:3] == [f"arm=pre schedule.warmup=0 model.depth={depth}" for depth in depths]
+
+
+def test_what_is_left_out_changes_no_colour():
+    entries = [entry(run(seed=seed), seed, arm=arm) for seed in range(2) for arm in ("pre", "post", "peri")]
+    entries[0] = replace(entries[0], run=run(steps=0))
+    assert legend(plate_of("loss", entries))[:3] == ["arm=pre", "arm=post", "arm=peri"]
+
+
+def test_a_few_runs_that_differ_in_more_than_the_rate_are_no_line_along_it():
+    entries = [entry(run(lr=lr), optimizer__lr=lr, batch=n) for n, lr in enumerate((1e-3, 1e-2, 1e-1))]
+    assert "loss_against_lr" not in drawn(entries)
+
+
+def test_fifteen_heat_maps_say_of_how_many():
     entries = [
         entry(run(), arm=f"arm{arm}", optimizer__lr=lr) for arm in range(5) for lr in (1e-3, 1e-2, 1e-1, 0.2, 0.3)
     ]
     plate = plate_of("heat_maps", entries)
-    assert "the first seed of 12 of 25 groups" in plate.caption
+    assert "the first seed of 15 of 25 groups" in plate.caption
     assert titles(plate)[:3] == [
         "arm=arm0 optimizer.lr=0.001",
         "arm=arm0 optimizer.lr=0.1",

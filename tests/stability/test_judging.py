@@ -198,7 +198,7 @@ def test_both_sides_need_the_whole_axis_where_it_is_taken_first(narrow: str):
 
 def test_another_scale_is_not_judged():
     one = judged(cases({("pre", 6, 0): 2.0}), scales=["gpu"])
-    assert (one.verdict, one.numbers, one.reason) == ("not judged", [], "judged at gpu")
+    assert (one.verdict, one.numbers, one.reason) == ("not judged", [], "judged at scale gpu alone")
     assert judged(cases({("pre", 6, 0): 2.0}), scale="gpu", scales=["gpu"]).verdict == "holds"
 
 
@@ -264,7 +264,7 @@ def test_the_table_says_all_within_100_columns():
     text = console.export_text()
     assert all(len(line) <= 100 for line in text.splitlines())
     flat = " ".join(text.split())
-    for word in ("[down]", "0.3 to 20", "4 of 6 hold", "undecided", "not judged", "6 stable", "judged at gpu"):
+    for word in ("[down]", "0.3 to 20", "4 of 6 hold", "undecided", "not judged", "6 stable", "judged at scale gpu"):
         assert word in flat
     assert "holds" in flat and "fails" in flat
 

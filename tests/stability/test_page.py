@@ -13,11 +13,14 @@ import pytest
 from matplotlib.figure import Figure
 
 from stability import page
+from stability.claims import Claim
 from stability.figures import Plate
-from stability.gather import gather
+from stability.gather import Gathered, gather
+from stability.judging import Judged
 from stability.page import publish, render
 from tests.stability.test_gather import break_five, lines_of, write_run, write_study
 
+CLAIM = {"says": "it is so", "source": "Someone 2020", "of": {"arm": "pre"}, "knobs": {}, "expect": {"max": 1.0}}
 EVIL = "<script>alert('x')</script> & \"quoted\" grün"
 
 
@@ -59,10 +62,10 @@ def test_the_page_says_what_became_of_all(study: Path):
     assert said.startswith('twenty Does it "learn"? study twenty, scale laptop 20 runs: 16 stable, 2 no record, ')
     assert "1 of 3 claims hold, 1 undecided; 1 not judged at this scale; 2 of 20 runs are missing." in said
     for part in (
-        "fails it learns all expected <= 2.7 found 3.286 to 4.714 (0 of 3 hold) because 3 of 3 numbers not <= 2.7; unknown: pre seed=4 lr=0.1: has not run",
+        "fails it learns all measured summary key=final_loss expected <= 2.7 found 3.286 to 4.714 (0 of 3 hold) because 3 of 3 numbers not <= 2.7; unknown: pre seed=4 lr=0.1: has not run",
         "bound a guess source nobody & co",
-        "not judged at length expected <= 9 found judged at gpu",
-        "5 numbers measured: gradient matrix=q layer=last of found as expected pre seed=0 lr=0.0001 3 yes",
+        "not judged at length measured summary key=final_loss expected <= 9 found judged at scale gpu alone",
+        "measured gradient matrix=q layer=last gradient: The gradient norm of a matrix",
         "pre seed=0 lr=0.1 no record has not run: pre_seed=0_lr=0.1 is missing",
         "pre seed=1 lr=0.1 stable metrics.jsonl is truncated: it has 3 steps, summary.json says 5; line 4",
         "pre seed=2 lr=0.1 interrupted interrupted: signal 15 after step 3",
@@ -71,10 +74,48 @@ def test_the_page_says_what_became_of_all(study: Path):
         "notes left out is empty",
         "All runs share: python 3.11 corpus hash abc packages torch 2, numpy 3 They differ in: what value runs threads 0 9 runs:",
         "settings that all runs share steps 200 model.depth 3 clip 1",
-        "To repeat it python train.py study=twenty study.scale=laptop " + shlex.quote("name=it's"),
+        "To repeat it In a checkout of normlab: python train.py study=twenty study.scale=laptop "
+        + shlex.quote("name=it's"),
         "pre seed=4 lr=0.0001 python train.py seed=4 optimizer.lr=0.0001 model.depth=3",
     ):
         assert part in said, part
+
+
+def test_a_claim_says_what_its_names_stand_for():
+    claim = Claim.model_validate(CLAIM | {"observe": "below_entropy", "along": "model.depth", "take": "exponent"})
+    assert page._claim(Judged("x", claim, "undecided", [], "has not run"))["meanings"] == [
+        "below_entropy: unigram entropy - final loss, in nats: above 0 where more was learnt than how frequent each token is",
+        "exponent: p of y ~ x^p: the least-squares slope of log y on log x",
+    ]
+
+
+def test_the_commands_of_a_few_runs_are_open_and_so_printed(tmp_path: Path):
+    for seed in range(9):
+        write_run(tmp_path / str(seed), lines_of(3), steps_done=3, seed=seed)
+        html = render(gather([tmp_path]))
+        assert ("<details open><summary>the command of each run" in html) == (seed < 8)
+        assert ('<section id="commands" class="screen">' in html) == (seed == 8)
+
+
+def test_what_a_name_stands_for_is_said_once():
+    claims = [Claim.model_validate(CLAIM | {"observe": name}) for name in ("stable", "stable", "verdict")]
+    html = render(Gathered("x", [], [], {}), [Judged("x", claim, "undecided", [], "has not run") for claim in claims])
+    assert text_of(html).count("stable: 1 where the verdict is stable or spiky") == 1 and "verdict: " not in html
+
+
+def test_a_column_that_no_run_fills_is_left_out(tmp_path: Path):
+    write_run(tmp_path / "a", lines_of(3), steps_done=3)
+    assert "first bad step" not in text_of(render(gather([tmp_path])))
+    write_run(tmp_path / "b", lines_of(3), steps_done=3, verdict="diverged", first_bad_step=2)
+    html = render(gather([tmp_path]))
+    assert html.count('<th scope="col" class="number">first bad step</th>') == 1 and "First bad step: where" in html
+
+
+def test_an_uncommitted_change_is_said(tmp_path: Path):
+    write_run(tmp_path / "a", lines_of(3), steps_done=3)
+    (tmp_path / "a/environment.json").write_text(json.dumps({"git": "abc+"}))
+    said = text_of(render(gather([tmp_path])))
+    assert "git abc, with changes that were not committed" in said and "normlab at the git revision above" in said
 
 
 def test_figures_are_in_the_page_and_beside_it(study: Path):
@@ -179,10 +220,10 @@ def test_its_numbers_are_those_of_the_summaries(visit: Visit, study: Path):
             assert found[name] == (None if value is None else json.dumps(value)), (name, head)
     texts = visit.page.locator("table.sortable tbody tr").last.locator("td").all_text_contents()
     assert texts == [
+        "stable",
         "pre",
         "4",
         "0.0001",
-        "stable",
         "4.7143",
         "2.0500",
         "4.8143",
@@ -191,7 +232,6 @@ def test_its_numbers_are_those_of_the_summaries(visit: Visit, study: Path):
         "10,009",
         "10.5",
         "512 MiB",
-        "",
     ]
 
 

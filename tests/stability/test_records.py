@@ -139,7 +139,7 @@ def test_labels_say_all_that_differs_and_nothing_else(tmp_path: Path) -> None:
     ]
     assert label([a, d]) == ["a", "d"]
     assert label([a, d, b]) == ["placement=pre a", "placement=pre d", "placement=post"]
-    assert label([a, a]) == [f"a {tmp_path}/a"] * 2
+    assert label([a, a]) == ["a a"] * 2  # a directory, from where they part
 
 
 def test_reading_needs_neither_torch_nor_matplotlib() -> None:
