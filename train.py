@@ -31,7 +31,7 @@ from conf.explain import explain, own_words, where
 from conf.help import text as help_text
 from conf.output import guarded, logged
 from conf.schema import AXES
-from conf.sweep import PENALTY, RAN, TEXTS, Lost, Remember, Sweep, without_schemas
+from conf.sweep import PENALTY, Lost, Remember, Sweep, without_schemas
 from stability import sweep as jobs
 from stability.records import lost, mapping, without_steps
 from stability.verdict import DIVERGED, FAILED, REFUSED
@@ -69,9 +69,9 @@ def text_of(plain: dict[str, Any], corpus: "Corpus") -> tuple["Tokens", "Windows
 
     context, order = plain["model"]["context"], {key: plain[key] for key in ("batch", "accumulate", "steps", "seed")}
     wanted = json.dumps([plain["data"], plain["tokenizer"], context])
-    if wanted not in TEXTS:
-        TEXTS[wanted] = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
-    tokens: Tokens = TEXTS[wanted]
+    if wanted not in Remember.texts:
+        Remember.texts[wanted] = prepare(corpus, instantiate(plain["tokenizer"]), context=context)
+    tokens: Tokens = Remember.texts[wanted]
     return tokens, Windows(tokens.train, context=context, **order)
 
 
@@ -255,7 +255,7 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
         if code in (REFUSED, FAILED):
             for place in (log,) if quiet else (log, sys.stderr):
                 print(f"normlab: job {number} {summary['verdict']}: {summary['reason']}", file=place, flush=True)
-    RAN[number] = directory, summary
+    Remember.ran[number] = directory, summary
     with Signals():  # noted here, and found by the next job: what is raised in a destructor is lost
         gc.collect()  # a trainer refers to itself: the next job may need its memory
     if code > 128:
@@ -277,7 +277,7 @@ def main() -> None:
 
 def _end(sweep: Sweep, *, whole: bool) -> int:
     """The table that ends a sweep, and where it ran to its end as a `whole`, the claims of a study. The exit code."""
-    rows = jobs.end(sweep.directory, sweep.jobs, RAN, sweep.names)
+    rows = jobs.end(sweep.directory, sweep.jobs, Remember.ran, sweep.names)
     verdicts = {row.verdict for row in rows}
     if sweep.study is None or not whole:
         return 0 if verdicts <= jobs.DONE else FAILED
@@ -306,6 +306,8 @@ def _run() -> int:
             job()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED if end.code else 0
+    except InstantiationException as error:  # of a part of an engine
+        return _usage(own_words(error).splitlines()[0])
     except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         return _usage(explain(error))
     except OSError as error:
