@@ -260,7 +260,7 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
         gc.collect()  # a trainer refers to itself: the next job may need its memory
     if code > 128:
         sys.exit(code)
-    return PENALTY if code or summary["final_loss"] is None else float(summary["final_loss"])
+    return PENALTY if code or summary["final_loss"] is None else min(float(summary["final_loss"]), PENALTY)
 
 
 def main() -> None:
