@@ -53,12 +53,16 @@ with suppress(ImportError):
             from joblib import cpu_count
 
             returns: list[JobReturn] = []
+            # they inherit it: Ctrl-C comes to them from here, by way of the threads of this process
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 for start in range(0, len(job_overrides), cpu_count()):
                     returns += super().launch(job_overrides[start : start + cpu_count()], initial_job_idx + start)
             except Interrupted:
                 self._stop()
                 raise
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             return returns
 
         def _stop(self) -> None:
