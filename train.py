@@ -31,7 +31,7 @@ from conf.explain import explain, own_words, where
 from conf.help import text as help_text
 from conf.output import guarded, logged
 from conf.schema import AXES
-from conf.sweep import PENALTY, RAN, TEXTS, Lost, Remember, Sweep, without_schemas
+from conf.sweep import PENALTY, Lost, Remember, Sweep, without_schemas
 from stability import sweep as jobs
 from stability.records import lost, mapping, without_steps
 from stability.verdict import DIVERGED, FAILED, REFUSED
@@ -156,7 +156,7 @@ def _train(
     torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
 
     with signals.at_once():
-        tokens, windows = text_of(plain, corpus, TEXTS if sweep else None)
+        tokens, windows = text_of(plain, corpus, Remember.texts if sweep else None)
     before.check_text(tokens.hash)
     held_out = validation_windows(tokens.val, context, corpus.val_windows)
     torch.manual_seed(plain["seed"])  # dropout; matrices and windows have generators of their own
@@ -257,12 +257,12 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
         if code in (REFUSED, FAILED):
             for place in (log,) if quiet else (log, sys.stderr):
                 print(f"normlab: job {number} {summary['verdict']}: {summary['reason']}", file=place, flush=True)
-    RAN[number] = directory, summary
+    Remember.ran[number] = directory, summary
     with Signals():  # noted here, and found by the next job: what is raised in a destructor is lost
         gc.collect()  # a trainer refers to itself: the next job may need its memory
     if code > 128:
         sys.exit(code)
-    return PENALTY if code or summary["final_loss"] is None else float(summary["final_loss"])
+    return PENALTY if code or summary["final_loss"] is None else min(float(summary["final_loss"]), PENALTY)
 
 
 def main() -> None:
@@ -279,7 +279,7 @@ def main() -> None:
 
 def _end(sweep: Sweep, *, whole: bool) -> int:
     """The table that ends a sweep, and where it ran to its end as a `whole`, the claims of a study. The exit code."""
-    rows = jobs.end(sweep.directory, sweep.jobs, RAN, sweep.names)
+    rows = jobs.end(sweep.directory, sweep.jobs, Remember.ran, sweep.names)
     verdicts = {row.verdict for row in rows}
     if sweep.study is None or not whole:
         return 0 if verdicts <= jobs.DONE else FAILED
@@ -308,6 +308,8 @@ def _run() -> int:
             job()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED if end.code else 0
+    except InstantiationException as error:  # of a part of an engine
+        return _usage(own_words(error).splitlines()[0])
     except (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         return _usage(explain(error))
     except OSError as error:

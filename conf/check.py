@@ -113,6 +113,11 @@ def _check_node(axis: str, node: dict[str, Any]) -> None:
         target: Callable[..., Any] = get_object(node["_target_"])
     except (InstantiationException, ImportError, ValueError) as error:
         raise ValueError(f"{axis}._target_={node['_target_']!r} cannot be imported: {_first(error)}") from None
+    check_knobs(axis, node, target)
+
+
+def check_knobs(place: str, node: dict[str, Any], target: Callable[..., Any]) -> None:
+    """ValueError for a key of the node at `place` that `target` is not called with, or a value of the wrong kind."""
     parameters = inspect.signature(target).parameters
     # what a partial node is called with later stands before the *; its knobs stand behind it
     partial = node.get("_partial_", False)
@@ -121,9 +126,9 @@ def _check_node(axis: str, node: dict[str, Any]) -> None:
         if key in ("_target_", "_partial_"):
             continue
         if key not in known:
-            names = [f"{axis}.{name}" for name in node if name in known]
-            raise ValueError(f"{axis}.{key} is no knob of {node['_target_']}; {nearest(f'{axis}.{key}', names)}")
-        _fit(f"{axis}.{key}", value, parameters[key].annotation)
+            names = [f"{place}.{name}" for name in node if name in known]
+            raise ValueError(f"{place}.{key} is no knob of {node['_target_']}; {nearest(f'{place}.{key}', names)}")
+        _fit(f"{place}.{key}", value, parameters[key].annotation)
 
 
 def _fit(key: str, value: Any, kind: Any) -> None:

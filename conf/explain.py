@@ -21,6 +21,7 @@ def explain(error: Exception) -> str:
         axis, choice = found.groups()
         # as Hydra lists them: with those of --config-dir, and of its own groups those that are installed
         known = [name for name in re.findall(r"^\t(\S+)$", text, re.MULTILINE) if not name.startswith("_")]
+        known = list(dict.fromkeys(known))  # an error that came from another process says all twice
         near = get_close_matches(choice, known, n=max(1, len(known)), cutoff=0.4)
         ordered = near + [name for name in known if name not in near]
         return f"{axis}={choice} is no choice of {axis}; choose from {', '.join(ordered)}"
@@ -78,6 +79,8 @@ def _whole(error: BaseException) -> str:
 def _unknown(key: str) -> str:
     """An unknown key, with the nearest known one: inside its axis where it has one, else at the top."""
     axis, _, knob = key.partition(".")
+    if found := re.match(r"hydra\.(launcher|sweeper)\.", key):
+        return f"{key} is no key of the {found[1]}; `--cfg hydra --package {found[0][:-1]}` lists those that it has"
     if knob and axis in AXES:
         if owners := [choice for choice in choices(axis) if knob in _knobs_of(axis, choice)]:
             return (

@@ -2,11 +2,11 @@
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from hydra.utils import get_class
 from omegaconf import DictConfig
 
+from conf.engines import check_engine
 from conf.explain import explain
 from conf.help import CONF
 from conf.study import NO_WORD, Job, Study
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
     from stability.study import Plan
 
 PENALTY = 100.0  # nats, told to a sweeper of a job without a loss; finite, since nan would end the sweep
-# what a process keeps from one job of a sweep to the next, be it the one that was asked or a worker of an engine
-TEXTS: dict[str, Any] = {}  # what the jobs have read: a text is read once
-RAN: dict[int, tuple[Path, dict[str, Any]]] = {}  # job -> its directory and summary
-EXTRAS = {"hydra_submitit_launcher": "slurm", "hydra_ray_launcher": "ray", "hydra_optuna_sweeper": "optuna"}
+T = TypeVar("T")
 SWEEPER = "hydra_plugins.study_sweeper.StudySweeper"
 UNREAD = {  # keys of Hydra's that a study does not look at, and why
     "hydra.sweep.subdir": "a study names the directories of its runs itself: leave it out",
@@ -82,29 +80,35 @@ class Remember(Callback):
 
     It ends the process where what was asked for is no study, or needs a package: before anything is written, and whatever
     the sweeper. `shown`: the jobs' progress is, and they themselves are silent but for their logs. `until_end`: what ends
-    with the sweep."""
+    with the sweep.
+
+    `texts` and `ran` are what a process keeps from one job of a sweep to the next, be it the one that was asked or a worker of
+    an engine: what the jobs have read, since a text is read once; job -> its directory and summary. They are here since an
+    engine imports a class, but copies the functions of the program, and each copy would have globals of its own."""
 
     sweep: ClassVar[Sweep | None] = None
+    texts: ClassVar[dict[str, Any]] = {}
+    ran: ClassVar[dict[int, tuple[Path, dict[str, Any]]]] = {}
     shown: ClassVar[bool] = False
     until_end: ClassVar[ExitStack] = ExitStack()
     _begun: ClassVar[bool] = False
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         if config.study is not None:
-            _told(config)
+            _or_refused(lambda: study_of(config))
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        for key in ("launcher", "sweeper"):
-            _check_installed(f"hydra/{key}={config.hydra.runtime.choices[f'hydra/{key}']}", config.hydra[key]._target_)
+        _or_refused(lambda: check_engine("launcher", config.hydra))
+        _or_refused(lambda: check_engine("sweeper", config.hydra))
         if config.study is not None or config.hydra.sweeper._target_ == SWEEPER:
-            Remember.sweep = _told(config)
-            _grouped(Remember.sweep)
-            return
-        words, sweeper = None, get_class(config.hydra.sweeper._target_)
-        if hasattr(sweeper, "split_arguments"):  # Hydra's basic sweeper, and what inherits from it
-            (words,) = sweeper.split_arguments(_typed(config), max_batch_size=None)
-        Remember.sweep = Sweep(Path(config.hydra.sweep.dir), words)
-        _grouped(Remember.sweep)
+            Remember.sweep = _or_refused(lambda: study_of(config))
+        else:
+            words, sweeper = None, get_class(config.hydra.sweeper._target_)
+            if hasattr(sweeper, "split_arguments"):  # Hydra's basic sweeper, and what inherits from it
+                (words,) = sweeper.split_arguments(_typed(config), max_batch_size=None)
+            Remember.sweep = Sweep(Path(config.hydra.sweep.dir), words)
+        # W&B shows the runs of a sweep as one group; its own variable, so that every process that is started has it
+        os.environ.setdefault("WANDB_RUN_GROUP", Remember.sweep.directory.name)
 
     @classmethod
     def begin(cls, *, elsewhere: bool = False) -> None:
@@ -119,7 +123,7 @@ class Remember(Callback):
             from stability.progress import watching
 
             cls.shown = True
-            cls.until_end.enter_context(watching(sweep.directory, sweep.jobs, sweep.names, ran=RAN))
+            cls.until_end.enter_context(watching(sweep.directory, sweep.jobs, sweep.names, ran=cls.ran))
 
 
 def without_schemas() -> None:
@@ -174,34 +178,14 @@ def _check_names(config: DictConfig) -> None:
                 raise ValueError(f"{path} would not be read: {first} has the same name; give it another")
 
 
-def _grouped(sweep: Sweep) -> None:
-    """W&B shows the runs of a sweep as one group; its own variable, so that every process that is started has it."""
-    os.environ.setdefault("WANDB_RUN_GROUP", sweep.directory.name)
-
-
-def _check_installed(word: str, target: str) -> None:
-    """An engine's package is an extra, and without it Hydra would speak of a class that cannot be found."""
-    known = {
-        "hydra_plugins.queues.Local": "hydra_submitit_launcher",
-        "hydra_plugins.queues.Slurm": "hydra_submitit_launcher",
-    }
-    known |= {"hydra_plugins.queues.Ray": "hydra_ray_launcher"}
-    package = known.get(target) or target.removeprefix("hydra_plugins.").partition(".")[0]
-    if package in EXTRAS and find_spec(f"hydra_plugins.{package}") is None:
-        _refuse(f"{word} needs a package more: pip install 'normlab[{EXTRAS[package]}]'")
-
-
-def _told(config: DictConfig) -> Sweep:
+def _or_refused(asked: Callable[[], T]) -> T:
+    """What is asked for, or the end of the process: of all that a callback can raise, Hydra makes a warning and goes on, but
+    for this."""
     try:
-        return study_of(config)
+        return asked()
     except (ValueError, HydraException) as error:
-        _refuse(explain(error))
-
-
-def _refuse(line: str) -> NoReturn:
-    """Of all that a callback can raise, Hydra makes a warning and goes on, but for this."""
-    print(f"normlab: {line}", file=sys.stderr)
-    raise SystemExit(2)
+        print(f"normlab: {explain(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def _typed(config: DictConfig) -> Any:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +176,54 @@ def test_optuna_finds_the_learning_rate_and_survives_what_diverges(tmp_path: Pat
     (rate,) = [float(word.partition("=")[2]) for word in lowest["overrides"] if word.startswith("optimizer.lr=")]
     assert best / 2 <= rate <= best * 2, (best, rate)
     assert f"lowest loss: {lowest['final_loss']:.4f} nats, job {lowest['job']}" in out
+
+
+def until(seen: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not seen():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_signal_leaves_the_last_job_its_record_while_another_process_has_none(tmp_path: Path):
+    words = [
+        "steps=1,2,100000",
+        "save_every=0",
+        "hydra/launcher=joblib",
+        "hydra.launcher.n_jobs=2",
+        "hydra.sweep.dir=s",
+    ]
+    process = start(*words, cwd=tmp_path)
+    until(lambda: all((tmp_path / f"s/{job}/summary.json").is_file() for job in "01"))
+    until((tmp_path / "s/2/metrics.jsonl").is_file)
+    time.sleep(0.5)  # the other process has nothing to do by now
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert errors.count("SIGTERM") == 1 and "Traceback" not in errors
+    row = rows(tmp_path / "s")[2]
+    assert row["verdict"] == "interrupted" and row["final_loss"] is not None
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path):
+    words = ["steps=100000", "seed=0,1", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweep.dir=s"]
+    process = start(*words, cwd=tmp_path, TMPDIR=str(tmp_path))
+    until(lambda: all((tmp_path / f"s/{job}/metrics.jsonl").is_file() for job in "01"))
+    process.kill()
+    process.communicate(timeout=60)
+    until(lambda: all((tmp_path / f"s/{job}/summary.json").is_file() for job in "01"))
+    assert [json.loads((tmp_path / f"s/{job}/summary.json").read_text())["verdict"] for job in "01"] == [
+        "interrupted",
+        "interrupted",
+    ]
+    until(lambda: not list(running(tmp_path / "s/0")) and not list(tmp_path.glob("normlab-*")))
+
+
+def test_a_job_refused_in_another_process_says_why(tmp_path: Path):
+    """Its directory holds another run, and it leaves nothing there."""
+    words = ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "hydra.sweep.dir=s", "hydra.sweep.subdir='${seed}'"]
+    assert sweep(*words, "steps=2", "seed=0,1", cwd=tmp_path)[0] == 0
+    code, out, errors = sweep(*words, "steps=2", "batch=4", "seed=0,1", cwd=tmp_path)
+    assert code == 1 and "Traceback" not in errors
+    assert [row["verdict"] for row in rows(tmp_path / "s")] == ["refused"] * 2
+    assert out.count("batch") >= 2, out

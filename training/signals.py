@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 REQUEUE = signal.SIGUSR1
 
@@ -30,8 +30,11 @@ class Signals:
 
     On the way out the handlers that were there before come back. Where one context stands in another they know of each
     other's signal, so that none is lost between two jobs of a sweep. In a thread other than the main one, which Python lets
-    no handler be set from, nothing happens. `pass_on` is called with each signal that is noted.
+    no handler be set from, nothing happens. `pass_on` is called with each signal that is noted, which
+    stderr is told, unless it is not `spoken`.
     """
+
+    spoken: ClassVar[bool] = True
 
     def __init__(self, pass_on: Callable[[int], object] = lambda number: None) -> None:
         self.received: int | None = None
@@ -97,6 +100,8 @@ class Signals:
         self._pass_on(number)
         if self._at_once:
             raise Interrupted(number)
+        if not self.spoken:
+            return
         said = f"\n{name(number)}: stopping at the next safe point; a second signal stops at once\n"
         with suppress(OSError):
             os.write(2, said.encode())  # print could be in the midst of another print, which Python forbids

@@ -331,38 +331,89 @@ def test_what_wandb_cannot_take_is_one_line(tmp_path, monkeypatch, capsys):
     assert run.exit_code == 1  # no report that looks complete
 
 
+STUDY = """\
+# Does it matter where the norm is?
+defaults: [_base, _self_]
+
+question: Does it matter where the norm is?
+arms:
+  pre: [placement=pre]
+  none: [norm=none, optimizer.lr=1e9]
+params:
+  seed: [0, 1]
+scales:
+  laptop:
+    words: [WORDS]
+claims:
+  none_diverges:
+    says: without a norm it diverges
+    source: nobody
+    of: {arm: none}
+    observe: verdict
+    expect: {is: diverged}
+  pre_diverges:
+    says: with one too
+    source: nobody
+    of: {arm: pre}
+    observe: verdict
+    expect: {is: diverged}
+""".replace("WORDS", ", ".join([
+    *SMALL, "steps=25", "batch=4", "val_every=10", "probe_every=10", "data=synthetic", "data.tokens=20000", "logger=wandb"
+]))  # fmt: skip
+
+
 @pytest.mark.slow
-def test_wandb_holds_all_that_the_runs_of_a_study_recorded(tmp_path):
-    """Two runs of a command and the end of their study, read back from what W&B would send: every line of metrics.jsonl in
-    its place with each of its keys, every setting, and the group that the environment names for all three."""
-    words = [*SMALL, "data=synthetic", "data.tokens=20000", "steps=25", "val_every=10", "probe_every=10", "seed=0,1"]
+@pytest.mark.timeout(300)
+def test_wandb_holds_all_that_a_study_recorded(tmp_path):
+    """A study of one command, read back from what W&B would send: of each run every line of metrics.jsonl in its place
+    with each of its keys, and every setting; the group, which the command names itself; and the study's own run, with the
+    claims' verdicts and the report."""
+    (tmp_path / "conf/study").mkdir(parents=True)
+    (tmp_path / "conf/study/mine.yaml").write_text(STUDY)
+    known = environment_of(tmp_path / "cache")
+    known.pop("WANDB_RUN_GROUP", None)
     ended = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), "-m", *words, f"hydra.sweep.dir={tmp_path}"],
-        env=environment_of(tmp_path / "cache") | {"WANDB_RUN_GROUP": "demo"}, capture_output=True, text=True,
+        [sys.executable, str(ROOT / "train.py"), "--config-dir", str(tmp_path / "conf"), "study=mine"],
+        cwd=tmp_path, env=known, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    for job in "01":
-        (run,) = kept(tmp_path / job)
-        assert run.group == "demo" and run.job_type is None
-        config = yaml.safe_load((tmp_path / job / "config.yaml").read_text())
-        assert run.config == config | {"_wandb": run.config["_wandb"]} and run.config["seed"] == int(job)
-        records = [json.loads(line) for line in (tmp_path / job / "metrics.jsonl").read_text().splitlines()]
-        wanted = [(record["step"], key, value) for record in records for key, value in flat(record).items()]
+    assert ended.returncode == 0 and "W&B" not in ended.stdout, ended.stdout + ended.stderr
+    study = tmp_path / "runs/study/mine-laptop"
+    ids = set()
+    for arm, seed in (("pre", 0), ("pre", 1), ("none", 0), ("none", 1)):
+        directory = study / f"{arm}_seed={seed}"
+        (run,) = kept(directory)
+        ids.add(run.id)
+        assert (run.group, run.job_type) == ("mine-laptop", None)
+        assert run.exit_code == (0 if arm == "pre" else 3)
+        config = yaml.safe_load((directory / "config.yaml").read_text())
+        assert run.config == config | {"_wandb": run.config["_wandb"]} and run.config["seed"] == seed
+        records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        # W&B has the lines of one step as one: their keys differ but for the tokens so far
+        wanted = {(each["step"], key): value for each in records for key, value in flat(each).items()}
         found = [
-            (step["_step"], key, value)
+            ((step["_step"], key), value)
             for step in run.history
             for key, value in step.items()
             if not key.startswith("_") and not key.startswith("report")
         ]
-        # W&B has the lines of one step as one: their keys differ but for the tokens so far
-        by_place = {(step, key): value for step, key, value in wanted}
-        assert len(found) == len(by_place) > 25 * 5
-        assert {(step, key): value for step, key, value in found} == pytest.approx(by_place, rel=1e-8)  # 9 digits
-        summary = json.loads((tmp_path / job / "summary.json").read_text())
+        assert len(found) == len(wanted) and (arm != "pre" or len(wanted) > 25 * 5)
+        for place, value in found:  # what is not finite is null in metrics.jsonl; 9 digits
+            assert wanted[place] is None or value == pytest.approx(wanted[place], rel=1e-8, nan_ok=True), place
+        summary = json.loads((directory / "summary.json").read_text())
         assert {key: run.summary.get(key) for key in summary} == summary
-    report(studied(tmp_path))
-    (run,) = kept(tmp_path)
-    assert run.job_type == "study" and run.artifacts and run.summary["claims/post_fails"] == "holds"
+    (run,) = kept(study)
+    assert len(ids | {run.id}) == 5
+    assert (run.group, run.job_type, run.exit_code) == ("mine-laptop", "study", 0)
+    assert {key: verdict for key, verdict in run.summary.items() if key.startswith("claims/")} == {
+        "claims/none_diverges": "holds",
+        "claims/pre_diverges": "fails",
+    }
+    (artifact,) = run.artifacts
+    assert (artifact["name"], artifact["type"]) == ("mine-laptop-report", "report")
+    files = {each["path"]: Path(each["local_path"]).read_bytes() for each in artifact["manifest"]["contents"]}
+    assert {"report.html", "claims.json", "report.png"} < set(files)
+    assert any(name.startswith("figures/") for name in files)
+    assert files == {name: (study / name).read_bytes() for name in files}
 
 
 # Command lines whose network is a socket of ours
