@@ -33,8 +33,9 @@ class Joblib(BasicLauncher):
     """Jobs in processes of their own on this machine, `n_jobs` at once: as many as cores where it is None, and on a GPU one,
     which then runs in this process.
 
-    A process that is killed takes those beside it along. All the jobs that were under way then go on, each alone, from where
-    their checkpoints are; one whose process is killed again has failed, and the others have lost nothing.
+    A process that is killed takes those beside it along. The jobs that were under way then go on from where their checkpoints
+    are, in two halves, one after the other, and so on; one whose process is killed while it runs alone has failed, and the
+    others have lost nothing.
     """
 
     def __init__(self, n_jobs: Count | None = None) -> None:
@@ -68,7 +69,8 @@ class Joblib(BasicLauncher):
                         self._killed(batch[0], jobs[batch[0]])
                     else:
                         untouched = [number for number in batch if number not in returns | dict.fromkeys(under_way)]
-                        batches = [*([number] for number in sorted(under_way)), *([untouched] if untouched else [])]
+                        again, half = sorted(under_way), len(under_way) // 2
+                        batches = [part for part in (again[:half], again[half:], untouched, *batches) if part]
                 except BrokenProcessPool as error:
                     raise Lost(f"the processes of joblib cannot start: {str(error).splitlines()[0]}") from error
         if signals.received:
@@ -110,7 +112,7 @@ class Joblib(BasicLauncher):
         with open_dict(config):
             config.hydra.job.num = number
         directory = Path(config.hydra.sweep.dir) / str(config.hydra.sweep.subdir)
-        summary = without_steps("failed", "its process was killed twice, the second time alone: too little memory?")
+        summary = without_steps("failed", "its process was killed, and again while it ran alone: too little memory?")
         if directory.is_dir():
             replace(directory / "summary.json", document(summary))
             Remember.ran[number] = directory, summary
