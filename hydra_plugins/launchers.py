@@ -17,11 +17,13 @@ from typing import Any
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from conf.schema import Count
 from conf.sweep import PENALTY, Lost, Remember
 from stability.records import without_steps
+from stability.sweep import overrides as overrides_of
+from stability.sweep import same_job
 from stability.whole import document, replace
 from training.signals import Signals
 
@@ -111,9 +113,13 @@ class Joblib(BasicLauncher):
             config.hydra.job.num = number
         directory = Path(config.hydra.sweep.dir) / str(config.hydra.sweep.subdir)
         summary = without_steps("failed", "its process was killed twice, the second time alone: too little memory?")
-        if directory.is_dir():
+        words: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+        known = overrides_of(directory / "overrides.yaml")
+        if known is None or same_job(known) == same_job(words):  # else another run has the place
+            directory.mkdir(parents=True, exist_ok=True)
             replace(directory / "summary.json", document(summary))
-            Remember.ran[number] = directory, summary
+            replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
+        Remember.ran[number] = directory, summary
 
 
 def _at_once() -> int:
