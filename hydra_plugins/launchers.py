@@ -28,7 +28,6 @@ from stability.whole import document, replace
 from training.signals import Signals
 
 STOPPED = "stopped"  # a file in the folder that the processes of a sweep share
-_working = threading.Lock()  # held while a job runs in this process
 
 
 class Joblib(BasicLauncher):
@@ -150,7 +149,7 @@ def _outlive(place: str, parent: int) -> None:
         time.sleep(1)
     shutil.rmtree(place, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
-    with _working:
+    with Remember.working:
         os._exit(1)  # else it would wait for a next one
 
 
@@ -168,7 +167,7 @@ def _work(place: str, number: int, *rest: Any) -> tuple[int, JobReturn, Any]:
     from hydra_plugins.hydra_joblib_launcher._core import execute_job
 
     returned = _penalty()
-    with _working, Signals(), suppress(SystemExit):  # a signal to this process: its job says `interrupted`
+    with Remember.working, Signals(), suppress(SystemExit):  # a signal to this process: its job says `interrupted`
         if not (Path(place) / STOPPED).exists():
             returned = execute_job(number, *rest)
     return number, returned, Remember.ran.pop(number, None)
