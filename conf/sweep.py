@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from hydra.core.config_store import ConfigStore
@@ -87,6 +88,9 @@ class Remember(Callback):
     engine imports a class, but copies the functions of the program, and each copy would have globals of its own."""
 
     sweep: ClassVar[Sweep | None] = None
+    working: ClassVar[Lock] = (
+        Lock()
+    )  # held while a job runs in a process of joblib's; Hydra imports a plugin's file twice
     texts: ClassVar[dict[str, Any]] = {}
     ran: ClassVar[dict[int, tuple[Path, dict[str, Any]]]] = {}
     shown: ClassVar[bool] = False

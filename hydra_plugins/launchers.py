@@ -17,16 +17,17 @@ from typing import Any
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import open_dict
+from omegaconf import OmegaConf, open_dict
 
 from conf.schema import Count
 from conf.sweep import PENALTY, Lost, Remember
 from stability.records import without_steps
+from stability.sweep import overrides as overrides_of
+from stability.sweep import same_job
 from stability.whole import document, replace
 from training.signals import Signals
 
 STOPPED = "stopped"  # a file in the folder that the processes of a sweep share
-_working = threading.Lock()  # held while a job runs in this process
 
 
 class Joblib(BasicLauncher):
@@ -113,9 +114,13 @@ class Joblib(BasicLauncher):
             config.hydra.job.num = number
         directory = Path(config.hydra.sweep.dir) / str(config.hydra.sweep.subdir)
         summary = without_steps("failed", "its process was killed, and again while it ran alone: too little memory?")
-        if directory.is_dir():
+        words: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+        known = overrides_of(directory / "overrides.yaml")
+        if known is None or same_job(known) == same_job(words):  # else another run has the place
+            directory.mkdir(parents=True, exist_ok=True)
             replace(directory / "summary.json", document(summary))
-            Remember.ran[number] = directory, summary
+            replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
+        Remember.ran[number] = directory, summary
 
 
 def _at_once() -> int:
@@ -146,7 +151,7 @@ def _outlive(place: str, parent: int) -> None:
         time.sleep(1)
     shutil.rmtree(place, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
-    with _working:
+    with Remember.working:
         os._exit(1)  # else it would wait for a next one
 
 
@@ -164,7 +169,7 @@ def _work(place: str, number: int, *rest: Any) -> tuple[int, JobReturn, Any]:
     from hydra_plugins.hydra_joblib_launcher._core import execute_job
 
     returned = _penalty()
-    with _working, Signals(), suppress(SystemExit):  # a signal to this process: its job says `interrupted`
+    with Remember.working, Signals(), suppress(SystemExit):  # a signal to this process: its job says `interrupted`
         if not (Path(place) / STOPPED).exists():
             returned = execute_job(number, *rest)
     return number, returned, Remember.ran.pop(number, None)
