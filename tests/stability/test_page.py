@@ -128,6 +128,7 @@ def test_figures_are_in_the_page_and_beside_it(study: Path):
     assert html.count('alt="A small one. Of 20 runs, &lt;script&gt;') == 1 and "Of 20 runs, <script" not in html
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_page(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page, "plates", plates)
     gathered = gather([study])

@@ -193,6 +193,7 @@ def test_heading_says_verdict_name_reason_and_equation(tmp_path: Path, drawn: li
     assert stable != diverged
 
 
+@pytest.mark.slow
 def test_a_run_of_zeros_or_of_nothing_is_drawn(tmp_path: Path, drawn: list[Figure]) -> None:
     zero = tmp_path / "zero"
     zero.mkdir()
@@ -222,11 +223,13 @@ def test_more_logged_steps_than_pixels_are_thinned(tmp_path: Path, drawn: list[F
     np.testing.assert_array_equal(drawn_block[:, [0, -1]], deep.layers["block"][[0, -1]].T)
 
 
+@pytest.mark.slow
 def test_a_thousand_layers_make_a_small_file(tmp_path: Path) -> None:
     report.draw_run(deepened(read(write_run(tmp_path / "single", "single")), 1000), tmp_path / "deep.png")
     check_png(tmp_path / "deep.png")
 
 
+@pytest.mark.slow
 def test_no_panel_lies_over_another(tmp_path: Path, drawn: list[Figure]) -> None:
     runs = [read(write_run(tmp_path / kind, kind)) for kind in ("diverged", "stable", "single")]
     for run in runs[:2]:
@@ -276,6 +279,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_command_draws_lists_and_refuses(tmp_path: Path) -> None:
     write_run(tmp_path / "stable", "stable")
     write_run(tmp_path / "diverged", "diverged")

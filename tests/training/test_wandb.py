@@ -485,6 +485,7 @@ def watched(cwd: Path, mode: str, **variables: str) -> tuple[subprocess.Complete
     return ended, time.monotonic() - started
 
 
+@pytest.mark.slow
 @pytest.mark.case("W05 wandb/wandb#4217, wandb/wandb#8957")
 def test_an_offline_run_opens_no_connection(tmp_path, silent):
     """W&B's own process is not Python's to watch: it is given a proxy for every address, and nobody may call there. A
