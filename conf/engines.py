@@ -26,7 +26,7 @@ def check_engine(kind: str, hydra: DictConfig) -> None:
         return
     extra, *packages = QUEUES.get(name, ("",))
     if not all(map(find_spec, packages)):
-        raise ValueError(f"{word} needs a package more: pip install 'normlab[{extra}]'")
+        raise ValueError(f"{word} needs a package more: pip install -c constraints.txt -e '.[{extra}]'")
     target = get_class(node._target_)
     plain: Any = OmegaConf.to_container(node, resolve=True)
     check_knobs(f"hydra.{kind}", plain, getattr(target, "knobs", target))
