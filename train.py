@@ -293,7 +293,9 @@ def _end(sweep: Sweep, *, whole: bool) -> int:
         files = [sweep.directory / name for name in ("report.html", "claims.json", "report.png", "figures")]
         claims: dict[str, str] = {one.name: one.verdict for one in judged}
         group = os.environ["WANDB_RUN_GROUP"]
-        log_report(sweep.directory, sweep.directory.name, files, claims, group=group, mode=log["mode"], project=log["project"])
+        log_report(
+            sweep.directory, sweep.directory.name, files, claims, group=group, mode=log["mode"], project=log["project"]
+        )
     return 0 if verdicts <= jobs.JUDGED else FAILED  # to diverge is an answer to the question
 
 

@@ -47,6 +47,7 @@ class Sweep:
     name: str = ""  # of the study
     study: Study | None = None
     points: list[Job] = field(default_factory=list)
+    config_dir: str | None = None  # as typed: --config-dir
 
     @property
     def names(self) -> list[str]:
@@ -69,6 +70,7 @@ class Sweep:
             claims=self.study.claims,
             draw=self.study.draw,
             points=[Point(job.arm, job.params, job.words, job.name) for job in self.points],
+            config_dir=self.config_dir,
         )
 
 
@@ -148,7 +150,8 @@ def study_of(config: DictConfig) -> Sweep:
     points, typed = study.jobs(_typed(config)), list(config.hydra.overrides.task)
     words = [job.words for job in points]
     name = config.hydra.runtime.choices.study
-    return Sweep(Path(config.hydra.sweep.dir), words, typed=typed, name=name, study=study, points=points)
+    places = [source.path for source in config.hydra.runtime.config_sources if source.provider == "command-line"]
+    return Sweep(Path(config.hydra.sweep.dir), words, typed, name, study, points, *places)
 
 
 def check_command(config: DictConfig) -> None:

@@ -49,7 +49,8 @@ def study_command(plan: Plan) -> str:
     """The line that repeats a study; its words name it, and may name its scale."""
     named = ("study=", "study.scale=")
     words = [word for word in plan.words if not word.startswith(named)]
-    return shlex.join(["python", "train.py", f"study={plan.study}", f"study.scale={plan.scale}", *words])
+    where = ["--config-dir", plan.config_dir] if plan.config_dir else []
+    return shlex.join(["python", "train.py", *where, f"study={plan.study}", f"study.scale={plan.scale}", *words])
 
 
 def run_commands(gathered: Gathered) -> list[tuple[str, str]]:

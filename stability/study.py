@@ -33,6 +33,7 @@ class Plan:
 
     `words`: the command's overrides. `params`: each with its values at any scale, `values`: at this one; a command may run
     fewer, `points`. `claims`: as written. `draw`: which runs the picture shows, as in `conf.study.Study`.
+    `config_dir`: where its file is, if not in `conf/`.
     """
 
     study: str
@@ -46,6 +47,7 @@ class Plan:
     claims: dict[str, Any]
     draw: dict[str, Any]
     points: list[Point]
+    config_dir: str | None = None
 
     def write(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

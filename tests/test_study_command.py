@@ -106,7 +106,9 @@ def test_a_study_and_a_claim_need_a_file_each(folder: Path):
     assert len(found["same_start"]["numbers"]) == 2
     assert (directory / "report.png").stat().st_size > 20_000
     assert said.splitlines()[-2] == f"page:    {directory.relative_to(folder)}/report.html"
-    assert "both start at the same loss" in (directory / "report.html").read_text()
+    page = (directory / "report.html").read_text()
+    assert "both start at the same loss" in page
+    assert f"python train.py --config-dir {folder / 'conf'} study=mine study.scale=laptop" in page
     assert not list(directory.glob("*/report.png")) and not list(directory.glob("*/checkpoints/*"))
 
     # each run is one that its own words repeat
