@@ -44,6 +44,7 @@ def test_every_file_that_a_run_needs_is_declared():
     assert function in {node.name for node in body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
 @pytest.mark.case("H10")
 @pytest.mark.skipif(version_of("setuptools") < (77,), reason="building needs setuptools 77")
 def test_the_wheel_runs_away_from_the_checkout(tmp_path: Path):

@@ -196,6 +196,7 @@ def test_a_signal_before_the_first_step_is_recorded_and_the_run_starts_when_resu
     assert json.loads((tmp_path / "run/summary.json").read_text())["steps_done"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.case("L05", "H01")
 def test_a_sweep_goes_on_after_a_job_that_diverged(tmp_path: Path):
     """lr=1e30 leaves no finite weight after a step or two; clipping cannot help, since Adam divides by the gradient."""

@@ -140,6 +140,7 @@ def test_different_depths_share_an_axis_and_nothing_measured_is_cut_off(monkeypa
     assert 0.05 < low < 2 and high > 24
 
 
+@pytest.mark.slow
 def test_a_picture_of_what_is_not_finite_and_of_one_block(tmp_path: Path):
     nothing = np.full(2, np.nan)
     probes = [probe(depth=1, stream_rms=nothing, stream_grad_norm=np.zeros(2), token_cosine=nothing)]
