@@ -108,7 +108,7 @@ def train(
     In a `sweep` it takes one thread where none are asked for, and a run that diverged is not taken up again.
     """
     plain, axes = check(cfg), {axis: axes.get(axis, "") for axis in AXES}
-    with resume.claimed(directory), Signals() as signals:
+    with Signals() as signals, resume.claimed(directory):
         before = resume.recorded(plain, directory)
         verdict = before.summary.get("verdict")
         judged = verdict in jobs.JUDGED and before.summary.get("steps") == before.config["steps"]
