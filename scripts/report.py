@@ -110,7 +110,7 @@ def _result(run: Run) -> str:
     final = summary.get("final_loss", recent.mean() if len(recent) else None)
     validation = summary.get("final_val_loss", run.val_loss[-1] if len(run.val_loss) else None)
     taken = run.step[-1] if len(run.step) else 0
-    asked = summary.get("steps", run.config.get("steps", "?"))
+    asked = summary.get("steps") or run.config.get("steps", "?")
     return f"{verdict(run):11}  loss {_nats(final)}  val {_nats(validation)}  steps {taken}/{asked}"
 
 
