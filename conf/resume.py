@@ -17,7 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 # what changes how a run is watched or when it is given up, not what it computes
 FREE = {"resume", "resume_force", "name", "log_every", "val_every", "save_every", "patience", "workers"}
-FREE |= {"allow_unstable", "logger", "probe_every", "picture"}
+FREE |= {"allow_unstable", "logger", "probe_every", "picture", "profile", "model.checkpointing"}
+# the machinery: another sums in another order, so that the numbers agree but for rounding; taken, and noted
+MACHINERY = {"devices", "num_nodes", "compile", "trainer"}
 # judged by the learning rates of the steps already taken: a run with a schedule that does not look at its end can go on
 BY_EFFECT = {"steps", "schedule"}
 # what the optimizer's state in a checkpoint hangs on: not even force can give it to another
@@ -220,14 +222,14 @@ def recorded(plain: dict[str, Any], directory: Path) -> Before:
     if not config:
         raise ValueError(f"resume={directory}: no run to continue there (config.yaml is missing or empty)")
     changed = sorted({key.removesuffix("._target_") for key in _differing(config, plain)})
-    changed = [key for key in changed if key.partition(".")[0] not in FREE]
+    changed = [key for key in changed if FREE.isdisjoint((key, key.partition(".")[0]))]
     before = Before(directory, plain, config, environment, summary, tuple(changed))
     before.check_record(before.done, [])
     if fixed := [key for key in changed if key in STATE]:
         raise before.refuse(
             f"{', '.join(fixed)} differ from the run's own config, and with them what the optimizer keeps: leave them out"
         )
-    at_once = [key for key in changed if key.partition(".")[0] not in BY_EFFECT]
+    at_once = [key for key in changed if key.partition(".")[0] not in BY_EFFECT | MACHINERY]
     if at_once and not plain["resume_force"]:
         raise before.refuse(
             f"{', '.join(at_once)} differ from the run's own config, which would change its numbers: leave them out, "

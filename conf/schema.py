@@ -34,6 +34,10 @@ class Run:
     threads: int | None = _scalar(
         None, Count | None, "CPU threads; null = by the rule in training/device.py, 1 in a sweep"
     )
+    devices: int = _scalar(1, Count, "devices (GPUs, or CPU processes) of each machine that share every step's windows")
+    num_nodes: int = _scalar(1, Count, "machines, each started by torchrun or Slurm")
+    compile: bool = _scalar(False, bool, "compile groups of blocks: up to a minute at the start, then faster steps")
+    profile: bool = _scalar(False, bool, "trace a few steps: profile/trace.json and the ten dearest operations")
     workers: int = _scalar(0, Natural, "processes that fetch windows; 0 = the training process itself")
     log_every: int = _scalar(10, Count, "steps between records of every layer's gradient norm (loss: every step)")
     probe_every: int = _scalar(
@@ -60,6 +64,7 @@ class Run:
     data: Any = None
     optimizer: Any = None
     schedule: Any = None
+    trainer: Any = None
     logger: Any = None
     recipe: Any = None
     study: Any = None  # a sweep's, never a run's

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 QKNorm = Literal["none", "head", "full"]
+Checkpointing = Literal["auto", "groups", "none"]
 
 
 @dataclass(frozen=True)
@@ -11,7 +12,9 @@ class Sizes:
     """depth: blocks. dim: width of the stream. heads, kv_heads: query heads, and key-value heads (null = as many).
     context: the most tokens at a time. qk_norm: where queries and keys are normalised (`model/attention.py`). tied: the
     head is the embedding's matrix. bias: in every linear map of the blocks. dropout: probability, after the embedding,
-    in attention and after each branch.
+    in attention and after each branch. checkpointing: whether the activations of groups of about sqrt(depth) blocks are
+    computed again in the backward pass, for less memory and the same numbers (`model/execution.py`); auto: where they would
+    take over half of the memory that is free.
 
     Raises ValueError, with the config key, for sizes that do not fit together.
     """
@@ -25,6 +28,7 @@ class Sizes:
     tied: bool = False
     bias: bool = False
     dropout: float = 0.0
+    checkpointing: Checkpointing = "auto"
 
     def __post_init__(self) -> None:
         for key in ("depth", "dim", "heads", "context"):

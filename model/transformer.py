@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from model.attention import Attention
 from model.block import Block, Branch
+from model.execution import Execution, cross_entropy
 from model.init import Init, draw_, initialise_
 from model.placement import Placement
 from model.position import NoPosition
@@ -61,13 +62,15 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """logits = head(block_N(... block_1(embedding(tokens)))): int64 (batch, time <= context) to (batch, time, vocab).
 
-    `choices` says what stands at each site. Initialised in full by `seed`.
+    With `targets`, int64 like the tokens, the mean cross-entropy of these logits, in nats. `choices` says what stands at each
+    site, `execution` how the blocks are run. Initialised in full by `seed`.
     """
 
     def __init__(self, vocab: int, choices: Choices, sizes: Sizes, seed: int) -> None:
         super().__init__()
         dim, norm, init = sizes.dim, choices.norm, choices.init
         self.depth, self.dim, self.context = sizes.depth, dim, sizes.context
+        self.execution = Execution()
 
         position = choices.position(dim, sizes.head_dim, sizes.context)
         rms = init.embedding(1 + position.terms)
@@ -86,11 +89,9 @@ class Transformer(nn.Module):
             draw_(parameter, rms, seed=seed, name=f"position.{name}", centred=features)
         initialise_(self.blocks.named_modules(), init, seed)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.execution(self.blocks, self.embed(tokens))
+        return self.head(x) if targets is None else cross_entropy(self.head, x, targets, len(self.head.weight))
 
 
 def _block(layer: int, choices: Choices, sizes: Sizes, position: NoPosition) -> Block:

@@ -1,0 +1,78 @@
+"""How a network is run: its blocks in groups, the head's loss in chunks. Nothing here changes a formula."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+LOGITS = 2**24  # at a time, where a loss is taken: 64 MiB in float32
+
+
+def through(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """x <- block_n(... block_1(x))."""
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+@dataclass(frozen=True)
+class Execution:
+    """The blocks in equal groups, the last being perhaps shorter.
+
+    recompute: blocks in a group of which only the input is kept, the rest computed again in the backward pass; 0: all is
+    kept. About sqrt(depth) keeps sqrt(depth) inputs and sqrt(depth) blocks, and costs a forward pass (Chen et al. 2016,
+    arXiv 1604.06174, section 3). The numbers are the same bit by bit, since the same kernels run on the same input, dropout's
+    draws included.
+    compiled: blocks in a group that is compiled as one graph, 0: none. Groups of equal blocks share it, whatever the depth.
+    """
+
+    recompute: int = 0
+    compiled: int = 0
+
+    def __call__(self, blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
+        """(batch, time, dim) through all blocks, to the same."""
+        blocks = list(blocks)
+        if not self.recompute or not torch.is_grad_enabled():
+            return self._run(blocks, x)
+        for group in groups(blocks, self.recompute):
+            x = checkpoint(self._run, group, x, use_reentrant=False)
+        return x
+
+    def _run(self, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+        if not self.compiled:
+            return through(blocks, x)
+        for group in groups(blocks, self.compiled):
+            x = _compiled()(group, x)
+        return x
+
+
+def groups(blocks: Sequence[nn.Module], size: int) -> list[Sequence[nn.Module]]:
+    return [blocks[start : start + size] for start in range(0, len(blocks), size)]
+
+
+@cache  # made when it is wanted: the compiler takes a second to load
+def _compiled() -> Callable[[Sequence[nn.Module], Tensor], Tensor]:
+    """`through`, compiled: blocks that differ in nothing but their parameters are one graph, since none reads its number."""
+    return torch.compile(through, fullgraph=True, dynamic=False)
+
+
+def cross_entropy(head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, vocab: int) -> Tensor:
+    """Mean of -log softmax(head(x))[target] in nats: x (batch, time, dim), targets int64 (batch, time).
+
+    From 2^24 logits on they are made a part of the tokens at a time, and again in the backward pass, so that all of them, their
+    softmax and their gradient are never there at once.
+    """
+    rows, wanted = x.flatten(0, 1), targets.flatten()
+    size = max(1, LOGITS // vocab)
+    if len(rows) <= size:
+        return F.cross_entropy(head(rows), wanted)
+
+    def part(rows: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(head(rows), wanted, reduction="sum")
+
+    parts = zip(torch.split(rows, size), torch.split(wanted, size), strict=True)
+    return torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in parts]).sum() / len(wanted)
