@@ -66,7 +66,9 @@ def test_nothing_is_recomputed_without_a_gradient():
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("depth, size", [(1, 1), (3, 3), (4, 4), (12, 4), (25, 5), (100, 5), (1000, 5), (7, 7), (14, 7)])
+@pytest.mark.parametrize(
+    "depth, size", [(1, 1), (3, 3), (4, 4), (12, 4), (25, 5), (100, 5), (1000, 5), (7, 7), (14, 7)]
+)
 def test_groups_that_are_compiled_divide_the_depth(depth: int, size: int):
     assert Execution.of(depth, recompute=False, compiled=True) == Execution(0, size)
 
@@ -119,12 +121,12 @@ def test_equal_groups_are_one_graph_over_training_and_validation(counter, words:
 @pytest.mark.parametrize("norm", choices("norm"))
 def test_every_cell_is_one_graph(counter, norm: str):
     """No break, which `fullgraph` would raise for, whatever the choices."""
-    for _, placement, residual in (cell for cell in cells() if cell[0] == norm):
+    for _, placement, residual in (cell for cell in cells() if cell[0] == norm and {"standard", "peri"} & {*cell}):
         torch.compiler.reset()
         counter.frame_count = 0
         model = network(f"norm={norm}", f"placement={placement}", f"residual={residual}", "model.depth=4")
         step(model, Execution(compiled=1 if placement == "mix" else 2))
-        assert counter.frame_count == (2 if placement == "mix" else 1), (placement, residual)
+        assert counter.frame_count == (2 if placement == "mix" and norm != "none" else 1), (placement, residual)
 
 
 @pytest.mark.parametrize(
