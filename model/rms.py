@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
     """(..., d) to the same; `gain` is (d,) of the dtype of x, float32 or float64, or None for ones."""
     if torch.compiler.is_compiling():
         return reference(x, gain, eps)
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return _RMSNorm.apply(x.contiguous(), gain, eps)  # type: ignore[no-untyped-call]
     return F.rms_norm(x, x.shape[-1:], gain, eps)
 
@@ -50,8 +50,8 @@ def kernel(device: torch.device) -> str:
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gain: Tensor | None, eps: float) -> Tensor:
-        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_()
-        r = torch.rsub(square, eps, alpha=-1 / x.shape[-1]).rsqrt_()  # eps + square / d, in one kernel
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        r = torch.addcmul(length.new_full((), eps), length, length, value=1 / x.shape[-1]).rsqrt_()
         ctx.save_for_backward(x, gain, r)
         ctx.eps = eps
         y = x * r

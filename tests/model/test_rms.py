@@ -142,6 +142,7 @@ def test_rows_and_gradients_that_do_not_lie_one_after_the_other():
     got = results(rms_norm, turned, gain, direction.transpose(0, 2))
     want = results(reference, turned, gain, direction.transpose(0, 2))
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    assert got[0].is_contiguous()  # as a layer norm's: what comes next may view it
     one = torch.ones((), dtype=torch.float64).expand(6, 5, 4)  # as the backward of a sum hands it on: all strides 0
     gain = torch.ones(4, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(
