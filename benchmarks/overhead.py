@@ -65,19 +65,10 @@ def fetching(mark: Any) -> Iterator[None]:
 
 
 def against_bare(words: Sequence[str], *, rounds: int) -> list[float]:
-    """Tokens per second of `train.train` over those of the bare loop with the same network, windows, optimizer and schedule.
-    The loop takes its steps where the run is between two of its own, so that both meet the same machine."""
-    steps = STRETCH * (rounds + 1)
-    words = [*words, *ALONE, f"steps={steps + 1}"]
-    cfg, chosen = composed(words)
-    plain = check(cfg)
-    choices, schedule, corpus = train.check_whole(plain, chosen)
-    tokens, windows = train.text_of(plain, corpus)
-    device = machine.accelerator()
-    model = train.network(plain, choices, tokens.vocab).train().to(device)
-    bf16 = machine.precision(plain["precision"], device) == "bf16-mixed"
-    batches = [windows[item] for item in range(steps)]
-    loop = bare(model, adamw(model), schedule, batches, steps=steps, clip=plain["clip"], bf16=bf16)
+    """Tokens per second of `train.train` over those of the bare loop. The loop takes its steps where the run is between two of
+    its own, so that both meet the same machine."""
+    words = [*words, *ALONE, f"steps={STRETCH * (rounds + 1) + 1}"]
+    loop = bare_loop(words)
     ours: list[float] = []
     theirs: list[float] = []
     began = now()
@@ -96,6 +87,19 @@ def against_bare(words: Sequence[str], *, rounds: int) -> list[float]:
     with fetching(mark):
         run(words)
     return neighbours(theirs[1:], ours[1:])  # the first has start-up in it
+
+
+def bare_loop(words: Sequence[str]) -> Iterator[Tensor]:
+    """The bare loop with the network, windows, optimizer (AdamW as it is by default) and schedule of a run of these words."""
+    cfg, axes = composed(words)
+    plain = check(cfg)
+    choices, schedule, corpus = train.check_whole(plain, axes)
+    tokens, windows = train.text_of(plain, corpus)
+    device = machine.accelerator()
+    model = train.network(plain, choices, tokens.vocab).train().to(device)
+    batches = [windows[item] for item in range(len(windows))]
+    bf16 = machine.precision(plain["precision"], device) == "bf16-mixed"
+    return bare(model, adamw(model), schedule, batches, steps=plain["steps"], clip=plain["clip"], bf16=bf16)
 
 
 class ByTurns(Task):

@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--only", metavar="PART,...", help=f"of {', '.join(PARTS)} (default: all)")
     parser.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="alternations, of short things more (default 5)"
+        "--rounds", type=int, metavar="N", help="alternations, of short things more (default 5; quick 1)"
     )
     parser.add_argument("--quick", action="store_true", help="tiny sizes: whether everything works, in a minute")
     parser.add_argument("--gpu", action="store_true", help="the part for a GPU instead: MFU, compiled, CUDA graphs")
@@ -70,10 +70,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         asked = parser.parse_args(arguments)
         parts = chosen(asked.only, gpu=asked.gpu)
-        if asked.rounds < 1:
-            raise ValueError(f"--rounds must be >= 1, found {asked.rounds}")
+        rounds = asked.rounds if asked.rounds is not None else 1 if asked.quick else 5
+        if rounds < 1:
+            raise ValueError(f"--rounds must be >= 1, found {rounds}")
         minutes = asked.minutes if asked.minutes is not None else GPU_MINUTES if asked.gpu else MINUTES
-        return bench(parts, asked.rounds, minutes, asked.out, quick=asked.quick)
+        return bench(parts, rounds, minutes, asked.out, quick=asked.quick)
     except ValueError as error:
         line = str(error)
     except OSError as error:
