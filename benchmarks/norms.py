@@ -23,7 +23,7 @@ def measurements(rounds: int, quick: bool) -> list[Measurement]:
             lambda make=make, rows=rows, dim=dim, dtype=dtype: alternate(  # type: ignore[misc]
                 make(rows, dim, dtype),
                 layer_norm(rows, dim, dtype),
-                rounds=rounds if quick else 3 * rounds,
+                rounds=rounds if quick else 2 * rounds,
                 seconds=0.02,
             ),
         )

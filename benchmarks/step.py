@@ -104,6 +104,7 @@ def training_step(
     model: Transformer, shape: Shape, loss: Callable[[nn.Module, Tensor], Tensor] = next_token_loss
 ) -> Work:
     """One step of the bare loop a call, always on the same windows."""
+    machine.flush_denormals()  # as a run does
     batches = repeat(windows(shape).to(next(model.parameters()).device))
     steps = bare(model, adamw(model), Constant(), batches, steps=10**6, clip=1.0, loss=loss)
     return lambda: next(steps)
