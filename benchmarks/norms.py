@@ -1,6 +1,7 @@
 """What a norm costs on a CPU, forward and backward, beside LayerNorm."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from model.norm import EPS, RMSNorm, ZeroRMSNorm
 SHAPES = ((512, 64), (4096, 256), (4096, 768), (16384, 1024))
 TARGETS = {(512, 64): Target("<=", 1.5)}
 OTHERWISE = Target("<=", 1.25)
+Make = Callable[[int, int, torch.dtype], Work]
 
 
 def measurements(rounds: int, quick: bool) -> list[Measurement]:
@@ -20,12 +22,7 @@ def measurements(rounds: int, quick: bool) -> list[Measurement]:
     return [
         Measurement(
             Row("norms", f"{name}, {rows} x {dim}, {named}", "F.layer_norm", threads, target),
-            lambda make=make, rows=rows, dim=dim, dtype=dtype: alternate(  # type: ignore[misc]
-                make(rows, dim, dtype),
-                layer_norm(rows, dim, dtype),
-                rounds=rounds if quick else 2 * rounds,
-                seconds=0.02,
-            ),
+            partial(over_layer_norm, make, rows, dim, dtype, rounds=rounds if quick else 2 * rounds),
         )
         for rows, dim in (SHAPES[:1] if quick else SHAPES)
         for dtype, named in ((torch.float32, "float32"), (torch.bfloat16, "bf16, statistics in float32"))
@@ -33,6 +30,10 @@ def measurements(rounds: int, quick: bool) -> list[Measurement]:
         for name, make in NORMS.items()
         for target in [TARGETS.get((rows, dim), OTHERWISE) if dtype == torch.float32 and name != "F.rms_norm" else None]
     ]
+
+
+def over_layer_norm(make: Make, rows: int, dim: int, dtype: torch.dtype, *, rounds: int) -> list[float]:
+    return alternate(make(rows, dim, dtype), layer_norm(rows, dim, dtype), rounds=rounds, seconds=0.02)
 
 
 def layer_norm(rows: int, dim: int, dtype: torch.dtype) -> Work:
@@ -57,7 +58,7 @@ def both_ways(norm: Callable[[Tensor], Tensor], rows: int, dim: int, dtype: torc
     return work
 
 
-NORMS: dict[str, Callable[[int, int, torch.dtype], Work]] = {
+NORMS: dict[str, Make] = {
     "RMSNorm": lambda rows, dim, dtype: both_ways(RMSNorm(dim), rows, dim, dtype),
     "ZeroRMSNorm": lambda rows, dim, dtype: both_ways(ZeroRMSNorm(dim), rows, dim, dtype),
     "F.rms_norm": rms_norm,

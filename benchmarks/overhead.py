@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -29,22 +30,16 @@ def measurements(rounds: int, quick: bool) -> list[Measurement]:
     size = Shape(depth=4, dim=128, batch=16, context=128)  # the defaults
     words = ["log_every=1", *(["model.depth=1", "batch=4", "threads=1", *TEXT] if quick else [])]
     deep = Shape(depth=8, dim=64, batch=1) if quick else Shape(depth=1000, dim=64, batch=1)
-    wide = Shape(depth=2 if quick else 12, dim=128, batch=8)
+    wide, alone = Shape(depth=2 if quick else 12, dim=128, batch=8), "clip_grad_norm_ alone"
     return [
         Measurement(
             Row("overhead", "tokens per second, default size", "bare loop", size.threads, Target(">=", 0.97)),
-            lambda: against_bare(words, rounds=rounds if quick else 4 * rounds),
+            partial(against_bare, words, rounds=rounds if quick else 4 * rounds),
         ),
         *(
             Measurement(
-                Row(
-                    "overhead",
-                    f"step that records every layer, {shape}",
-                    "clip_grad_norm_ alone",
-                    shape.threads,
-                    target,
-                ),
-                lambda shape=shape, count=count: recording(shape.words, rounds=rounds if quick else count * rounds),  # type: ignore[misc]
+                Row("overhead", f"step that records every layer, {shape}", alone, shape.threads, target),
+                partial(recording, shape.words, rounds=rounds if quick else count * rounds),
             )
             for shape, target, count in ((wide, Target("<=", 1.01), 12), (deep, Target("<=", 1.03), 2))
         ),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,7 +33,7 @@ def measurements(rounds: int, quick: bool) -> list[Measurement]:
     return [
         Measurement(
             Row("startup", f"to the first step: {name}", "", of.threads, Target("<=", bound), "s"),
-            lambda words=words, count=count: startup(words, rounds=count),  # type: ignore[misc]
+            partial(startup, words, rounds=count),
         )
         for name, words, of, bound, count in (cases[::2] if quick else cases)
     ]

@@ -1,7 +1,7 @@
 """Whether the rule for threads chooses well, and whether runs side by side beat runs one after another."""
 
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -34,14 +34,14 @@ def measurements(rounds: int, quick: bool) -> list[Measurement]:
                     "fastest of 1 and all cores",
                     0,
                 ),
-                lambda shape=shape: rule(shape, rounds=rounds),  # type: ignore[misc]
+                partial(rule, shape, rounds=rounds),
             )
             for shape in (tiny if quick else GRID)
         ),
         *(
             Measurement(
                 Row("threads", f"throughput of two runs with 1 thread each, {shape}", "one run with 2 threads", 0),
-                lambda shape=shape: side_by_side(shape, rounds=rounds, seconds=0.2 if quick else 2.0),  # type: ignore[misc]
+                partial(side_by_side, shape, rounds=rounds, seconds=0.2 if quick else 2.0),
             )
             for shape in (tiny if quick else SIDE_BY_SIDE)
         ),
