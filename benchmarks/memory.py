@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.process import fresh, peak_memory
+from benchmarks.process import fresh
 from benchmarks.ratios import Measurement, Row, Target, alternate
 from benchmarks.step import Shape, network, training_step
 from model.execution import Execution
 from model.loss import next_token_loss
+from training import device as machine
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
@@ -51,7 +52,7 @@ def peak(shape: Shape, *, recompute: int = 0, loss: Loss = next_token_loss) -> i
     model = network(shape)
     model.execution = Execution(recompute=recompute)
     training_step(model, shape, loss)()
-    return peak_memory()
+    return machine.peak_memory("cpu")
 
 
 def recomputing(shape: Shape, *, rounds: int) -> list[float]:

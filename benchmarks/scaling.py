@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.process import fresh, peak_memory
+from benchmarks.process import fresh
 from benchmarks.ratios import Row, clock, reason
 from benchmarks.step import Shape, network, training_step, windows
 from model.loss import next_token_loss
 from model.transformer import Transformer
+from training import device as machine
 
 DEPTHS = [Shape(depth=depth, dim=64, batch=4) for depth in (12, 50, 100, 200, 500, 1000)]
 WIDTHS = [Shape(depth=12, dim=dim, batch=4) for dim in (128, 256, 512)]
@@ -81,7 +82,7 @@ def measure(shape: Shape, steps: int = 3) -> Point:
     rates = [(rate(SQUARE, SQUARE), rate(shape.tokens, shape.dim))]
     seconds = median(clock(step) for _ in range(steps))
     rates.append((rate(SQUARE, SQUARE), rate(shape.tokens, shape.dim)))
-    memory = peak_memory()
+    memory = machine.peak_memory("cpu")
     size = sum(parameter.numel() for parameter in model.parameters())
     best, own = (max(of_kind) for of_kind in zip(*rates, strict=True))
     return Point(shape, size, shape.threads, seconds, memory, flops(model, windows(shape)), best, own)

@@ -48,7 +48,9 @@ def test_depth_of_2000_meets_no_limit_of_recursion(tmp_path):
     run = deep(tmp_path, *words, "probe_every=2", "steps=3", f"resume={where}")
     assert run.layers["block"].shape == (3, 2000) and np.isfinite(run.layers["block"]).all()
     assert (where / "report.png").stat().st_size > 10_000
-    probed = [record for record in map(json.loads, (where / "metrics.jsonl").read_text().splitlines()) if "probe" in record]
+    probed = [
+        record for record in map(json.loads, (where / "metrics.jsonl").read_text().splitlines()) if "probe" in record
+    ]
     assert [len(record["probe"]["stream_rms"]) for record in probed] == [2001] * len(probed)
 
 

@@ -84,7 +84,9 @@ def peak_memory(device: str) -> int:
     probe freed can stand on: the C library keeps some of it for later."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    with suppress(OSError):  # Linux alone has it; getrusage there counts the peak of the process that started this one too
+    with suppress(
+        OSError
+    ):  # Linux alone has it; getrusage there counts the peak of the process that started this one too
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
