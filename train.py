@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from model.transformer import Choices, Transformer
     from training.schedule import Constant
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler speaks to the terminal
 OmegaConf.register_new_resolver("axes", help_text, replace=True)
 
 

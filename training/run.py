@@ -33,6 +33,7 @@ from stability.whole import document, replace
 from training import device as machine
 from training.pace import Bar, Lines, Pace, Stop, WholeFiles
 from training.probing import Probing
+from training.profiling import Profile
 from training.recorder import Recorder
 from training.schedule import Constant
 from training.signals import Signals, name
@@ -157,8 +158,11 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     if every_probe := scalars["probe_every"]:
         windows, bf16 = [parts.windows[item] for item in range(accumulate)], precision == "bf16-mixed"
         probing.append(Probing(windows, every=every_probe, autocast=bf16))
-    # Stop and Probing before Pace, which saves when a stop has been asked for, and after what the record is to hold by then
-    trainer = _trainer(parts.device, scalars, [Stop(parts.signals), *probing, pace, show], bar=isinstance(show, Bar))
+    # Profile first, so that what follows a step is no part of it; Stop and Probing before Pace, which saves when a stop has
+    # been asked for, and after what the record is to hold by then
+    profiles = [Profile(parts.directory / "profile")] if scalars["profile"] else []
+    callbacks: list[pl.Callback] = [*profiles, Stop(parts.signals), *probing, pace, show]
+    trainer = _trainer(parts.device, scalars, callbacks, bar=isinstance(show, Bar))
     return trainer, task
 
 
