@@ -25,6 +25,11 @@ def accelerator() -> Literal["cuda", "mps", "cpu"]:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def name(device: str) -> str:
+    """As the vendor has it on CUDA."""
+    return torch.cuda.get_device_name() if device == "cuda" else device
+
+
 def precision(asked: str, device: str) -> LightningPrecision:
     """auto: bf16-mixed on a CUDA device with bf16 matrix units (compute capability 8.0 and up), float32 elsewhere."""
     if asked == "auto":
@@ -81,7 +86,7 @@ def environment(device: str, tokens: Tokens) -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in PACKAGES},
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "device": name(device),
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "git": _revision(),

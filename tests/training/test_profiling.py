@@ -180,8 +180,9 @@ def test_a_run_that_fails_leaves_no_profiler_running(run, monkeypatch):
             raise ArithmeticError("as planned")
         return original(task, *args)
 
-    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="as planned"):
+    with monkeypatch.context() as patch:
         patch.setattr(Task, "training_step", broken)
-        run("steps=9", "profile=true")
+        with pytest.raises(RuntimeError, match="as planned"):
+            run("steps=9", "profile=true")
     _, summary = run("steps=3", "profile=true")
     assert (summary["directory"] / "profile" / "table.txt").read_text().startswith("3 profiled steps")
