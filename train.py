@@ -147,6 +147,7 @@ def _train(
     from training import device as machine
     from training.checkpoint import check_space, resume_point
     from training.describe import closing, describe
+    from training.memory import execution
 
     context = plain["model"]["context"]
     device = machine.accelerator()
@@ -162,9 +163,11 @@ def _train(
     held_out = validation_windows(tokens.val, context, corpus.val_windows)
     torch.manual_seed(plain["seed"])  # dropout; matrices and windows have generators of their own
     model = network(plain, choices, tokens.vocab)
-    described, facts = describe(model, choices, schedule, plain, axes, tokens, device, directory)
+    wanted = {"checkpointing": plain["model"]["checkpointing"], "compiled": plain["compile"]}
+    model.execution, memory = execution(model, **wanted, rows=rows, device=device)
+    described, facts = describe(model, choices, schedule, plain, axes, tokens, device, memory, directory)
 
-    checkpoint, start, environment = None, 0, machine.environment(device, tokens)
+    checkpoint, start, environment = None, 0, machine.environment(device, tokens, model.execution)
     notes: list[str] = []
     if plain["resume"] is not None:
         checkpoint, start, run_id = resume_point(directory, model, before.environment.get("run"))

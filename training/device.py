@@ -5,14 +5,19 @@ import platform
 import secrets
 import subprocess
 import sys
+import sysconfig
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any, Literal
 
 import torch
 
 from data.tokens import Tokens
+from model.execution import Execution
 
 PACKAGES = ("torch", "lightning", "hydra-core", "datasets", "tokenizers", "wandb", "numpy")
 LightningPrecision = Literal["32-true", "bf16-mixed", "64-true"]
@@ -39,6 +44,17 @@ def precision(asked: str, device: str) -> LightningPrecision:
         raise ValueError("precision=fp64 does not exist on MPS: use precision=fp32")
     known: dict[str, LightningPrecision] = {"fp32": "32-true", "bf16-mixed": "bf16-mixed", "fp64": "64-true"}
     return known[asked]
+
+
+def check_compiler(device: str) -> None:
+    """ValueError where `torch.compile` lacks what it writes code for: Triton on CUDA, a C++ compiler on a CPU."""
+    if device == "cuda" and find_spec("triton") is None:
+        raise ValueError("compile=true needs Triton on a GPU: pip install triton, or leave it out")
+    names = [os.environ.get("CXX"), sysconfig.get_config_var("CXX"), "g++", "clang++", "c++", "cl"]
+    if device != "cuda" and not any(which(name.split()[0]) for name in names if name):
+        raise ValueError(
+            "compile=true needs a C++ compiler on a CPU, and finds none: install g++ or clang, or leave it out"
+        )
 
 
 def flush_denormals() -> None:
@@ -79,7 +95,7 @@ def peak_memory(device: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def environment(device: str, tokens: Tokens) -> dict[str, Any]:
+def environment(device: str, tokens: Tokens, execution: Execution) -> dict[str, Any]:
     """What a run's numbers depend on beside its config, and `run`, which its checkpoints are known by."""
     return {
         "run": secrets.token_hex(8),
@@ -89,6 +105,7 @@ def environment(device: str, tokens: Tokens) -> dict[str, Any]:
         "device": name(device),
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
+        "execution": asdict(execution),
         "git": _revision(),
         "corpus": {
             "name": tokens.name,
