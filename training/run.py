@@ -152,6 +152,8 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     )
     recorder.restore(parts.start if parts.checkpoint else -1)
     shared = {"run_id": parts.run_id, "steps": steps, "accumulate": accumulate, "clip": scalars["clip"]}
+    graphs = scalars["trainer"].get("cuda_graphs", False)
+    shared["record"] = parts.windows[0] if graphs else None
     task = Task(model, parts.optimizer(model), parts.schedule, gradients, recorder, **shared)
     show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
     every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}

@@ -66,7 +66,9 @@ def test_nothing_is_recomputed_without_a_gradient():
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("depth, size", [(1, 1), (3, 3), (4, 4), (12, 4), (25, 5), (100, 5), (1000, 5), (7, 7), (14, 7)])
+@pytest.mark.parametrize(
+    "depth, size", [(1, 1), (3, 3), (4, 4), (12, 4), (25, 5), (100, 5), (1000, 5), (7, 7), (14, 7)]
+)
 def test_groups_that_are_compiled_divide_the_depth(depth: int, size: int):
     assert Execution.of(depth, recompute=False, compiled=True) == Execution(0, size)
 
