@@ -95,6 +95,18 @@ def peak_memory(device: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def kernels(device: str) -> dict[str, str]:
+    """What works out norms and attention there where nothing is compiled: speeds of two norms, or of two machines, compare only
+    with that in view. Of attention the backends that are allowed: torch takes the first that can do the shape."""
+    rms = "F.rms_norm: several of torch's kernels" if device == "cpu" else "F.rms_norm: one fused kernel"
+    names = ("flash", "mem_efficient", "cudnn", "math") if device == "cuda" else ("flash", "math")
+    backends = ", ".join(name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
+    return {
+        "norm": f"F.layer_norm: one fused kernel; {rms}",
+        "attention": "scaled_dot_product_attention" + (f": {backends}" if device != "mps" else ""),
+    }
+
+
 def environment(device: str, tokens: Tokens, execution: Execution) -> dict[str, Any]:
     """What a run's numbers depend on beside its config, and `run`, which its checkpoints are known by."""
     return {
@@ -106,6 +118,7 @@ def environment(device: str, tokens: Tokens, execution: Execution) -> dict[str, 
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "execution": asdict(execution),
+        "kernels": kernels(device),
         "git": _revision(),
         "corpus": {
             "name": tokens.name,
