@@ -92,7 +92,7 @@ def test_a_recorded_run_skips_a_step_that_is_not_finite_and_finds_its_place(run,
         return loss * torch.nan if task.trainer.global_step == 3 else loss
 
     monkeypatch.setattr(Task, "training_step", broken)
-    words = ["steps=6", "accumulate=2"]
+    words = ["steps=6", "accumulate=2", "picture=false"]
     eager, _ = run(*words)
     recorded, _ = run(*words, "trainer.cuda_graphs=true")
     assert eager == recorded
@@ -101,7 +101,14 @@ def test_a_recorded_run_skips_a_step_that_is_not_finite_and_finds_its_place(run,
 
 def test_a_recorded_run_is_resumed_with_the_same_draws(run, on_cpu, monkeypatch):
     """Recorded anew, and after that the weights and the generator are those of the checkpoint."""
-    words = ["steps=8", "save_every=4", "model.dropout=0.2", "accumulate=2", "trainer.cuda_graphs=true"]
+    words = [
+        "steps=8",
+        "save_every=4",
+        "picture=false",
+        "model.dropout=0.2",
+        "accumulate=2",
+        "trainer.cuda_graphs=true",
+    ]
     unbroken, _ = run(*words)
     original = Task.training_step
 

@@ -120,7 +120,7 @@ def test_the_kind_of_an_operation(name: str, kind: str | None):
 
 
 def test_a_profiled_run_has_the_record_of_one_that_is_not(run, capsys):
-    words = ["steps=40", "val_every=20", "log_every=10", "accumulate=2", "model.dropout=0.1"]
+    words = ["steps=40", "val_every=20", "picture=false", "log_every=10", "accumulate=2", "model.dropout=0.1"]
     _, plain = run(*words)
     said = capsys.readouterr().out
     _, summary = run(*words, "profile=true")
@@ -149,7 +149,7 @@ def test_profiled_steps_do_not_count_into_the_speed(run, monkeypatch):
     monkeypatch.setattr(
         run_module.Recorder, "close", lambda self: (timed.append((self._timed_steps, self._trained)), close(self))[1]
     )
-    words = ["steps=40", "val_every=0", "save_every=0", "log_every=10"]
+    words = ["steps=40", "val_every=0", "save_every=0", "log_every=10", "picture=false"]
     run(*words)
     run(*words, "profile=true")
     assert [steps for steps, _ in timed] == [39, 30]  # steps 2 to 10 are left out, with the clock's start
@@ -157,7 +157,7 @@ def test_profiled_steps_do_not_count_into_the_speed(run, monkeypatch):
 
 def test_a_large_trace_is_compressed(run, monkeypatch):
     monkeypatch.setattr(profiling, "LARGE", 0)
-    _, summary = run("steps=2", "profile=true")
+    _, summary = run("steps=2", "picture=false", "profile=true")
     assert sorted(path.name for path in (summary["directory"] / "profile").iterdir()) == ["table.txt", "trace.json.gz"]
     trace = json.loads(gzip.decompress((summary["directory"] / "profile" / "trace.json.gz").read_bytes()))
     assert {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep")} == {
@@ -167,7 +167,9 @@ def test_a_large_trace_is_compressed(run, monkeypatch):
 
 
 def test_a_run_that_ends_too_soon_says_so(run, capsys):
-    _, summary = run("steps=40", "patience=1", "optimizer.lr=1e38", "clip=0", "schedule=constant", "profile=true")
+    _, summary = run(
+        "steps=40", "picture=false", "patience=1", "optimizer.lr=1e38", "clip=0", "schedule=constant", "profile=true"
+    )
     assert summary["verdict"] == "diverged" and summary["steps_done"] < 5
     assert "profile=true: the run ended before there was a step to trace" in capsys.readouterr().out
 
@@ -183,6 +185,6 @@ def test_a_run_that_fails_leaves_no_profiler_running(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Task, "training_step", broken)
         with pytest.raises(RuntimeError, match="as planned"):
-            run("steps=9", "profile=true")
-    _, summary = run("steps=3", "profile=true")
+            run("steps=9", "picture=false", "profile=true")
+    _, summary = run("steps=3", "picture=false", "profile=true")
     assert (summary["directory"] / "profile" / "table.txt").read_text().startswith("3 profiled steps")
