@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from model.transformer import Choices, Transformer
     from training.schedule import Constant
 
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler speaks to the terminal
 OmegaConf.register_new_resolver("axes", help_text, replace=True)
 
 
@@ -146,11 +147,14 @@ def _train(
     from training import device as machine
     from training.checkpoint import check_space, resume_point
     from training.describe import closing, describe
+    from training.graphs import check_device, check_execution
     from training.memory import execution
 
     context = plain["model"]["context"]
     device = machine.accelerator()
     machine.precision(plain["precision"], device)
+    if graphs := plain["trainer"].get("cuda_graphs", False):
+        check_device(device)
     rows = plain["batch"] // plain["accumulate"]
     asked = plain["threads"] or before.environment.get("threads") or (1 if sweep else None)
     machine.flush_denormals()
@@ -164,6 +168,8 @@ def _train(
     model = network(plain, choices, tokens.vocab)
     wanted = {"checkpointing": plain["model"]["checkpointing"], "compiled": plain["compile"]}
     model.execution, memory = execution(model, **wanted, rows=rows, device=device)
+    if graphs:
+        check_execution(model.execution)
     described, facts = describe(model, choices, schedule, plain, axes, tokens, device, memory, directory)
 
     checkpoint, start, environment = None, 0, machine.environment(device, tokens, model.execution)

@@ -97,4 +97,6 @@ def cross_entropy(head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, 
         return F.cross_entropy(head(rows), wanted, reduction="sum")
 
     parts = zip(torch.split(rows, size), torch.split(wanted, size), strict=True)
-    return torch.stack([checkpoint(part, *pair, use_reentrant=False) for pair in parts]).sum() / len(wanted)
+    # nothing is drawn in a head; to read the generator's state would keep it from being recorded as a CUDA graph
+    chunks = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in parts]
+    return torch.stack(chunks).sum() / len(wanted)

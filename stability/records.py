@@ -40,6 +40,7 @@ SUMMARY: tuple[str, ...] = (
 )
 SUMMARY += ("first_bad_layer", "first_bad_parameter", "skipped_steps", "first_loss", "final_loss", "best_loss")
 SUMMARY += ("best_val_loss", "final_val_loss", "spike_score", "tokens_per_second", "wall_time_s", "peak_memory_bytes")
+SUMMARY += ("flops_per_token",)
 
 
 def block_norms(table: Mapping[str, Sequence[float]]) -> Array:

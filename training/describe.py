@@ -16,6 +16,7 @@ from model.norm import Norm
 from model.residual import number
 from model.transformer import Choices, Transformer
 from training import device as machine
+from training.flops import flops_per_token
 from training.schedule import Constant
 
 SHOWN = (
@@ -55,6 +56,7 @@ def describe(
         "equation": line,
         "unigram_entropy": tokens.unigram_entropy,
         "floor": tokens.floor,
+        "flops_per_token": flops_per_token(model),
     }
     size = sum(parameter.numel() for parameter in model.parameters())
     floor = f", true entropy {tokens.floor:.4f}" if tokens.floor is not None else ""
@@ -84,9 +86,10 @@ def closing(summary: dict[str, Any], directory: Path) -> str:
     val, best = summary["final_val_loss"], summary["best_val_loss"]
     losses = f"validation loss {val:.4f} (best {best:.4f})" if val is not None else "no validation since the start"
     speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if summary["tokens_per_second"] else ""
+    share = f", {100 * summary['mfu']:.1f} % of the peak (MFU)" if summary.get("mfu") else ""
     return (
         f"{summary['verdict']}: {summary['reason']}\n"
-        f"{losses}, {summary['steps_done']} steps in {summary['wall_time_s']:.0f} s{speed}\n"
+        f"{losses}, {summary['steps_done']} steps in {summary['wall_time_s']:.0f} s{speed}{share}\n"
         f"{where}"
     )
 

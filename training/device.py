@@ -30,6 +30,11 @@ def accelerator() -> Literal["cuda", "mps", "cpu"]:
     return "mps" if torch.backends.mps.is_available() else "cpu"
 
 
+def name(device: str) -> str:
+    """As the vendor has it on CUDA."""
+    return torch.cuda.get_device_name() if device == "cuda" else device
+
+
 def precision(asked: str, device: str) -> LightningPrecision:
     """auto: bf16-mixed on a CUDA device with bf16 matrix units (compute capability 8.0 and up), float32 elsewhere."""
     if asked == "auto":
@@ -96,6 +101,18 @@ def peak_memory(device: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def kernels(device: str) -> dict[str, str]:
+    """What works out norms and attention there where nothing is compiled: speeds of two norms, or of two machines, compare only
+    with that in view. Of attention the backends that are allowed: torch takes the first that can do the shape."""
+    rms = "F.rms_norm: several of torch's kernels" if device == "cpu" else "F.rms_norm: one fused kernel"
+    names = ("flash", "mem_efficient", "cudnn", "math") if device == "cuda" else ("flash", "math")
+    backends = ", ".join(name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
+    return {
+        "norm": f"F.layer_norm: one fused kernel; {rms}",
+        "attention": "scaled_dot_product_attention" + (f": {backends}" if device != "mps" else ""),
+    }
+
+
 def environment(device: str, tokens: Tokens, execution: Execution) -> dict[str, Any]:
     """What a run's numbers depend on beside its config, and `run`, which its checkpoints are known by."""
     return {
@@ -103,10 +120,11 @@ def environment(device: str, tokens: Tokens, execution: Execution) -> dict[str, 
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in PACKAGES},
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        "device": name(device),
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "execution": asdict(execution),
+        "kernels": kernels(device),
         "git": _revision(),
         "corpus": {
             "name": tokens.name,

@@ -31,8 +31,10 @@ from stability.records import read
 from stability.verdict import DIVERGED, FAILED, judge, spikes, tail
 from stability.whole import document, replace
 from training import device as machine
+from training.flops import peak_flops, utilisation
 from training.pace import Bar, Lines, Pace, Stop, WholeFiles
 from training.probing import Probing
+from training.profiling import Profile
 from training.recorder import Recorder
 from training.schedule import Constant
 from training.signals import Signals, name
@@ -70,7 +72,7 @@ class Parts:
 def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Train, judge, draw `report.png` unless told not to, write `summary.json`; (summary, exit code).
 
-    `facts` goes into the summary as it is (name, axes, equation, unigram_entropy, floor, depth). The exit code is 0,
+    `facts` goes into the summary as it is (name, axes, equation, unigram_entropy, floor, depth, flops_per_token). The exit code is 0,
     3 for a run that diverged, 128 + the signal's number for one that was interrupted, 1 for one that ran out of disk.
     Any other error in training is raised again as a RuntimeError, never as a ValueError: those are what the user can mend,
     and are said without a traceback.
@@ -92,6 +94,7 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     wall = time.perf_counter() - started + (_earlier(parts.directory) if parts.checkpoint else 0.0)
     memory = max(recorder.peak_memory, machine.peak_memory(parts.device))
     summary = _summary(recorder, facts, verdict, reason, steps, wall, memory)
+    summary |= _of_peak(summary, parts.device, scalars)
     # each whatever becomes of the others; the summary, which says that the run is complete, after the picture
     with ExitStack() as closing:
         closing.callback(_unless_full, lambda: parts.log.finish(summary, code))
@@ -149,6 +152,8 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     )
     recorder.restore(parts.start if parts.checkpoint else -1)
     shared = {"run_id": parts.run_id, "steps": steps, "accumulate": accumulate, "clip": scalars["clip"]}
+    graphs = scalars["trainer"].get("cuda_graphs", False)
+    shared["record"] = parts.windows[0] if graphs else None
     task = Task(model, parts.optimizer(model), parts.schedule, gradients, recorder, **shared)
     show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
     every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}
@@ -157,8 +162,11 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     if every_probe := scalars["probe_every"]:
         windows, bf16 = [parts.windows[item] for item in range(accumulate)], precision == "bf16-mixed"
         probing.append(Probing(windows, every=every_probe, autocast=bf16))
-    # Stop and Probing before Pace, which saves when a stop has been asked for, and after what the record is to hold by then
-    trainer = _trainer(parts.device, scalars, [Stop(parts.signals), *probing, pace, show], bar=isinstance(show, Bar))
+    # Profile first, so that what follows a step is no part of it; Stop and Probing before Pace, which saves when a stop has
+    # been asked for, and after what the record is to hold by then
+    profiles = [Profile(parts.directory / "profile")] if scalars["profile"] else []
+    callbacks: list[pl.Callback] = [*profiles, Stop(parts.signals), *probing, pace, show]
+    trainer = _trainer(parts.device, scalars, callbacks, bar=isinstance(show, Bar))
     return trainer, task
 
 
@@ -209,6 +217,16 @@ def _summary(
         },
         "peak_memory_bytes": memory,
     }
+
+
+def _of_peak(summary: dict[str, Any], device: str, scalars: dict[str, Any]) -> dict[str, float | None]:
+    """`peak_flops` of one device, where that is known, and `mfu`, the share of all devices' that the run made use of."""
+    peak = peak_flops(machine.name(device), machine.precision(scalars["precision"], device))
+    if peak is None:
+        return {}
+    devices = scalars["devices"] * scalars["num_nodes"]
+    share = utilisation(summary["tokens_per_second"], summary["flops_per_token"], peak, devices)
+    return {"peak_flops": peak, "mfu": share and float(f"{share:.9g}")}
 
 
 def _earlier(directory: Path) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class DDP:
     """Each device holds the whole network and takes an equal share of every micro-batch's windows; gradients are averaged.
     One device: nothing is shared. cuda_graphs: forward and backward of a micro-batch are recorded once and replayed, which
-    takes away the time that a GPU waits for the host (`training/task.py`)."""
+    takes away the time that a GPU waits for the host (`training/graphs.py`)."""
 
     cuda_graphs: bool = False
 

@@ -1,5 +1,7 @@
 """The training step under Lightning: loss, gradient norms, clipping, the guard against a non-finite step."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,13 +14,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from model.loss import next_token_loss
 from model.transformer import Transformer
 from stability.gradients import GradientNorms
+from training.graphs import recorded, zero_gradients
 from training.recorder import Recorder
 from training.schedule import Constant
 
 
 class Task(pl.LightningModule):
     """Lightning calls, in one optimizer step: `training_step` and backward for each micro-batch, then once
-    `configure_gradient_clipping` with the whole gradient, unclipped, then the optimizer and the schedule."""
+    `configure_gradient_clipping` with the whole gradient, unclipped, then the optimizer and the schedule.
+
+    `record`: windows of a micro-batch, of which forward and backward pass become CUDA graphs (`training/graphs.py`); None: no
+    graphs."""
 
     def __init__(
         self,
@@ -32,12 +38,21 @@ class Task(pl.LightningModule):
         steps: int,
         accumulate: int,
         clip: float,
+        record: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.model, self.recorder = model, recorder
         self._optimizer, self._schedule, self._gradients = optimizer, schedule, gradients
         self.run_id, self.steps, self.accumulate, self.clip = run_id, steps, accumulate, clip
         self._loss: Tensor | None = None
+        self._record = record
+        self._micro_batch: Callable[[Tensor], Tensor] = partial(next_token_loss, model)
+
+    def on_fit_start(self) -> None:
+        """The model is on its device, and no thread fetches windows yet."""
+        if self._record is not None:
+            bf16 = self.trainer.precision == "bf16-mixed"
+            self._micro_batch = recorded(self.model, self._record.to(self.device), bf16=bf16)
 
     def configure_optimizers(self) -> Any:
         schedule = LambdaLR(self._optimizer, lambda done: self._schedule.factor(done + 1, self.steps))
@@ -45,11 +60,14 @@ class Task(pl.LightningModule):
 
     def optimizer_zero_grad(self, *_: Any, **__: Any) -> None:
         """Of every parameter, those too that the optimizer does not move: theirs would add up from step to step."""
-        self.model.zero_grad()
+        if self._record is not None and self.accumulate > 1:
+            zero_gradients(self.model)
+        else:
+            self.model.zero_grad()
 
     def training_step(self, windows: Tensor, index: int) -> Tensor:
-        loss = next_token_loss(self.model, windows)
-        # every micro-batch has as many tokens, so the mean of means is the mean over tokens
+        loss = self._micro_batch(windows)
+        # every micro-batch has as many tokens, so the mean of means is the mean over tokens; the quotient is a copy
         part = loss.detach() / self.accumulate
         self._loss = part if self._loss is None else self._loss + part
         return loss

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from model import attention as attention_module
 from model.attention import Attention
 from model.ffn import MLP, GatedMLP, hidden_width
 from model.norm import RMSNorm
@@ -165,3 +166,21 @@ def test_attention_drops_its_output_too():
     module.dropout = 0.5
     dropped = (module(torch.randn(8, TIME, DIM)) == 0).float().mean().item()
     assert 0.4 < dropped < 0.6
+
+
+@pytest.mark.parametrize("qk_norm", ["none", "head", "full"])
+@pytest.mark.parametrize("kv_heads", [HEADS, 2])
+def test_under_bf16_the_fast_kernels_are_within_reach(qk_norm: str, kv_heads: int, monkeypatch):
+    """They want queries, keys and values in bfloat16 alike, whatever the norms and the rotation were worked in."""
+    seen, original = [], attention_module.F.scaled_dot_product_attention
+
+    def watched(*args, **words):
+        seen.extend(each.dtype for each in args)
+        assert "attn_mask" not in words and words["is_causal"]
+        return original(*args, **words)
+
+    monkeypatch.setattr(attention_module.F, "scaled_dot_product_attention", watched)
+    module = build(kv_heads, qk_norm, Rotary(DIM, DIM // HEADS, TIME).rotate).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        module(torch.randn(2, TIME, DIM))
+    assert seen == [torch.bfloat16] * 3

@@ -1,6 +1,9 @@
-"""The rules that pick threads and precision."""
+"""The rules that pick threads and precision, and what is said of the kernels."""
+
+import json
 
 import pytest
+import torch
 
 from training import device as machine
 
@@ -19,3 +22,17 @@ def test_precision_by_device():
     assert machine.precision("bf16-mixed", "cpu") == "bf16-mixed"
     with pytest.raises(ValueError, match="precision=fp64 does not exist on MPS"):
         machine.precision("fp64", "mps")
+
+
+@pytest.mark.case("N07")
+def test_the_record_says_which_kernels_ran(run):
+    _, summary = run("steps=1")
+    said = json.loads((summary["directory"] / "environment.json").read_text())["kernels"]
+    assert said == machine.kernels("cpu")
+    assert said["attention"] == "scaled_dot_product_attention: flash, math"
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert machine.kernels("cpu")["attention"] == "scaled_dot_product_attention: math"
+        assert machine.kernels("cuda")["attention"] == "scaled_dot_product_attention: math"
+    for backend in ("flash", "math", "mem_efficient", "cudnn"):
+        assert backend in machine.kernels("cuda")["attention"]
+    assert "one fused kernel; F.rms_norm: one fused" in machine.kernels("cuda")["norm"]
