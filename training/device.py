@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from data.tokens import Tokens
+from model import rms
 from model.execution import Execution
 
 PACKAGES = ("torch", "lightning", "hydra-core", "datasets", "tokenizers", "wandb", "numpy")
@@ -104,11 +105,10 @@ def peak_memory(device: str) -> int:
 def kernels(device: str) -> dict[str, str]:
     """What works out norms and attention there where nothing is compiled: speeds of two norms, or of two machines, compare only
     with that in view. Of attention the backends that are allowed: torch takes the first that can do the shape."""
-    rms = "F.rms_norm: several of torch's kernels" if device == "cpu" else "F.rms_norm: one fused kernel"
     names = ("flash", "mem_efficient", "cudnn", "math") if device == "cuda" else ("flash", "math")
     backends = ", ".join(name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
     return {
-        "norm": f"F.layer_norm: one fused kernel; {rms}",
+        "norm": f"layer norms: torch F.layer_norm; RMS norms: {rms.kernel(torch.device(device))}",
         "attention": "scaled_dot_product_attention" + (f": {backends}" if device != "mps" else ""),
     }
 
