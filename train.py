@@ -36,7 +36,9 @@ from stability import sweep as jobs
 from stability.records import lost, mapping, without_steps
 from stability.verdict import DIVERGED, FAILED, REFUSED
 from stability.whole import document, replace
+from training.ranks import RankLost, Ranks, Start, end_with_parent, rank, same_command
 from training.signals import REQUEUE, Interrupted, Signals, requeue, requeued
+from training.strategy import check_sharing
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
@@ -92,7 +94,8 @@ def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices",
 
     choices = choices_of(plain)
     # one layer of the real sizes: the constructors of its parts say what does not fit
-    network(plain | {"model": plain["model"] | {"depth": 1}}, choices, vocab=2)
+    layer = network(plain | {"model": plain["model"] | {"depth": 1}}, choices, vocab=2)
+    check_sharing(plain, axes, layer)
     for refusal in refusals(choices, axes, sizes):
         if not plain["allow_unstable"]:
             raise ValueError(f"{refusal}; allow_unstable=true runs it all the same")
@@ -108,8 +111,10 @@ def train(
     In a `sweep` it takes one thread where none are asked for, and a run that diverged is not taken up again.
     """
     plain, axes = check(cfg), {axis: axes.get(axis, "") for axis in AXES}
-    with Signals() as signals, resume.claimed(directory):
-        before = resume.recorded(plain, directory)
+    with Signals() as signals, Ranks(plain["devices"], plain["num_nodes"]) as ranks, ExitStack() as claim:
+        if ranks.first:
+            claim.enter_context(resume.claimed(directory))
+        before = resume.recorded(plain, directory) if ranks.first else resume.Before(directory)
         verdict = before.summary.get("verdict")
         judged = verdict in jobs.JUDGED and before.summary.get("steps") == before.config["steps"]
         if judged and (before.done >= plain["steps"] or (sweep and verdict == "diverged")):
@@ -118,13 +123,13 @@ def train(
             print(f"nothing to do: {before.done} of {plain['steps']} steps are done ({verdict})", flush=True)
             return before.summary, DIVERGED if verdict == "diverged" else 0
         try:
-            summary, code = _train(plain, before, directory, axes, overrides, signals, sweep=sweep)
+            summary, code = _train(plain, before, directory, axes, overrides, ranks, signals, sweep=sweep)
         except Interrupted as stop:
             reason = f"{stop} before its {'next' if before.config else 'first'} step"
             print(f"normlab: {reason}; resume={directory} goes on", file=sys.stderr)
             summary, code = without_steps("interrupted", reason, axes=axes, steps=plain["steps"]), 0
-            if not before.config:
-                _lay_down(directory, plain, overrides, {"summary.json": summary})
+            if ranks.first and not before.config:
+                resume.lay_down(directory, plain, overrides, {"summary.json": summary})
         # one that came too late to interrupt still ends the process, and the sweep
         return summary, 128 + signals.received if signals.received else code
 
@@ -135,6 +140,7 @@ def _train(
     directory: Path,
     axes: dict[str, str],
     overrides: list[str],
+    ranks: Ranks,
     signals: Signals,
     sweep: bool,
 ) -> tuple[dict[str, Any], int]:
@@ -150,64 +156,71 @@ def _train(
     context = plain["model"]["context"]
     device = machine.accelerator()
     machine.precision(plain["precision"], device)
-    rows = plain["batch"] // plain["accumulate"]
-    asked = plain["threads"] or before.environment.get("threads") or (1 if sweep else None)
+    machine.check_devices(plain["devices"], device, cuda_graphs=plain["trainer"].get("cuda_graphs", False))
+    rows = plain["batch"] // (plain["accumulate"] * ranks.world)
+    asked = plain["threads"] or before.threads or (1 if sweep else None)
+    sizes = {"tokens": rows * context, "dim": plain["model"]["dim"], "processes": plain["devices"]}
     machine.flush_denormals()
-    torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
+    torch.set_num_threads(machine.threads(asked, **sizes))
 
     with signals.at_once():
         tokens, windows = text_of(plain, corpus, Remember.texts if sweep else None)
+    windows = windows.share(ranks.rank, ranks.world)
     before.check_text(tokens.hash)
     held_out = validation_windows(tokens.val, context, corpus.val_windows)
-    torch.manual_seed(plain["seed"])  # dropout; matrices and windows have generators of their own
+    torch.manual_seed(ranks.seed(plain["seed"]))  # dropout; matrices and windows have generators of their own
     model = network(plain, choices, tokens.vocab)
     described, facts = describe(model, choices, schedule, plain, axes, tokens, device, directory)
 
-    checkpoint, start, environment = None, 0, machine.environment(device, tokens)
+    checkpoint, start = None, 0
+    environment = machine.environment(device, tokens) | resume.machinery(plain, axes)
     notes: list[str] = []
-    if plain["resume"] is not None:
+    if plain["resume"] is not None and ranks.first:
         checkpoint, start, run_id = resume_point(directory, model, before.environment.get("run"))
         before.check_record(start, lost(directory / "metrics.jsonl", start))
         before.check_schedule(instantiate(before.config["schedule"]), schedule, start)
         environment, notes = before.goes_on(environment | {"run": run_id or environment["run"]}, start)
-    check_space(directory, model, plain, depth=model.depth)
+    if ranks.first:
+        check_space(directory, model, plain, depth=model.depth)
+    here = Start(
+        str(directory), str(checkpoint) if checkpoint else None, start, environment["run"], torch.get_num_threads()
+    )
+    begin = ranks.meet(here, signals, device, lambda: same_command(resume.quoted(directory)))
+    if begin is None:
+        return {}, 0
+    torch.set_num_threads(begin.threads)
     from training.run import Parts, fit
+    from training.wandb import NoLog
 
     signals.check()  # the last: from here on there is something to lose
     built = Parts(
-        directory=directory,
+        directory=Path(begin.directory),
         model=model,
+        ranks=ranks,
+        trainer=instantiate(plain["trainer"]),
         optimizer=instantiate(plain["optimizer"]),
         schedule=schedule,
         windows=windows,
         train=train_loader(
-            windows, start=start * plain["accumulate"], workers=plain["workers"], pin_memory=device == "cuda"
+            windows, start=begin.steps * plain["accumulate"], workers=plain["workers"], pin_memory=device == "cuda"
         ),
         val=val_loader(held_out, batch=rows),
         tokens=tokens,
-        log=instantiate(plain["logger"])(directory, facts["name"], plain),
+        log=(instantiate(plain["logger"]) if ranks.first else NoLog)(directory, facts["name"], plain),
         signals=signals,
-        run_id=environment["run"],
+        run_id=begin.run,
         device=device,
-        checkpoint=checkpoint,
-        start=start,
+        checkpoint=Path(begin.checkpoint) if begin.checkpoint else None,
+        start=begin.steps,
     )
     print(described, *notes, sep="\n", flush=True)
     laid = {"environment.json": environment, "tokenizer.json": tokens.tokenizer.to_json()}
-    _lay_down(directory, plain, overrides, laid)
+    if ranks.first:
+        resume.lay_down(directory, plain, overrides, laid)
     summary, code = fit(built, plain, facts)
-    print(closing(summary, directory), flush=True)
+    if ranks.first:
+        print(closing(summary, directory), flush=True)
     return summary, code
-
-
-def _lay_down(directory: Path, plain: dict[str, Any], overrides: list[str], more: dict[str, Any]) -> None:
-    """What a run starts with. The overrides, which `resume=` looks for, come last: once they are there, all is."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, content in more.items():
-        replace(directory / name, content if isinstance(content, str) else document(content))
-    settled, words = plain | {"resume": None, "resume_force": False}, resume.without_resume(overrides)
-    replace(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settled)))
-    replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -230,6 +243,9 @@ def job(cfg: DictConfig) -> float:
         code = _usage(own_words(error))
     except OSError as error:
         code = _usage(where(error))
+    except RankLost as error:
+        _usage(str(error))
+        code = FAILED
     finally:
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
@@ -267,12 +283,15 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
 
 def main() -> None:
     """The command line. A sweep ends with its table, and with 1 where a job was refused, failed or diverged."""
-    with guarded():
+    if rank():
+        Signals.spoken = False
+        end_with_parent()
+    with guarded(silent=rank() > 0):
         code = _run()
         if (sweep := Remember.sweep) and code != REFUSED:
             ended = _end(sweep, whole=code == 0)
             code = code or ended
-        if code == 128 + REQUEUE:
+        if code == 128 + REQUEUE and not rank():
             requeue()
     sys.exit(code)
 

@@ -36,22 +36,33 @@ def precision(asked: str, device: str) -> LightningPrecision:
     return known[asked]
 
 
+def check_devices(devices: int, device: str, *, cuda_graphs: bool) -> None:
+    """ValueError, one line, for what this machine lacks. CPU processes may be more than its cores: slower, and right, so that a
+    run of eight devices can be tried, or gone on with, anywhere."""
+    if device == "cuda" and devices > torch.cuda.device_count():
+        raise ValueError(f"devices={devices}: {torch.cuda.device_count()} GPUs found")
+    if device == "mps" and devices > 1:
+        raise ValueError(f"devices={devices}: MPS is one device")
+    if cuda_graphs and device != "cuda":
+        raise ValueError(f"trainer.cuda_graphs=true needs a GPU, found {device}")
+
+
 def flush_denormals() -> None:
     """Numbers below float32's smallest normal one, 1.2e-38, count as 0 on a CPU. Where a gradient vanishes Adam's second
     moments are such numbers, which cost a CPU several times the time of others and are far below Adam's eps."""
     torch.set_flush_denormal(True)
 
 
-def threads(asked: int | None, *, tokens: int, dim: int) -> int:
+def threads(asked: int | None, *, tokens: int, dim: int, processes: int = 1) -> int:
     """CPU threads: as asked, else one for each 2^15 elements of the stream in a micro-batch (`tokens` * `dim`), at least
-    one and at most one a core.
+    one and at most one a core that the `processes` of this machine share.
 
     Below that size handing work over costs more than it saves. A rule of shape and cores, never measured at run time:
     bit equality of two runs is promised at equal threads (which `accumulate`
     can change, through the size of a micro-batch).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return asked or max(1, min(cores, tokens * dim // 2**15))
+    return asked or max(1, min(cores // processes, tokens * dim // 2**15))
 
 
 def reset_peak_memory(device: str) -> None:

@@ -25,6 +25,7 @@ from tests.conftest import SMALL, network, plain
 from training import run as run_module
 from training.checkpoint import resume_point, save
 from training.pace import Pace
+from training.record import Record
 from training.recorder import Recorder
 
 LONG = ["steps=60", "log_every=7", "val_every=25"]
@@ -361,7 +362,7 @@ def test_validation_weighs_windows_not_batches(run):
 def test_a_resumed_recorder_goes_on_counting(run, tmp_path):
     """The history before a resume counts for the verdict: the first loss, and a stretch that is not finite."""
     recorder_of = lambda path: Recorder(  # noqa: E731
-        path,
+        Record(path),
         None,
         None,
         steps=60,
