@@ -95,7 +95,9 @@ def shard(model: Transformer, ranks: Ranks, device: str) -> list[nn.Parameter]:
     mesh = init_device_mesh(device, (ranks.world,))
     scalars = [parameter for parameter in model.parameters() if parameter.ndim == 0]
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, ignored_params=set(scalars))
+        # the root's too, which torch would leave whole until its backward pass: a look at the weights between two steps would
+        # have the next step see the old ones, and `zero_grad` miss their gradient
+        fully_shard(module, mesh=mesh, ignored_params=set(scalars), reshard_after_forward=True)
     return scalars
 
 
