@@ -95,7 +95,7 @@ class Before:
             name: (_at(self.environment, path), _at(now, path))
             for name, path in {"torch": "versions.torch", "device": "device", "text": "corpus.hash"}.items()
         }
-        pairs |= {key: (_at(self.config, key), _at(self.asked, key)) for key in self.changed}
+        pairs |= {key: (_choice(_at(self.config, key)), _choice(_at(self.asked, key))) for key in self.changed}
         differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         if not differ:
             return self.environment, []
@@ -275,6 +275,11 @@ def _at(node: Any, path: str) -> Any:
     for key in path.split("."):
         node = node.get(key) if isinstance(node, dict) else None
     return node
+
+
+def _choice(value: Any) -> Any:
+    """Of an axis, the class that was chosen."""
+    return value.get("_target_", value) if isinstance(value, dict) else value
 
 
 def _key(word: str) -> str:

@@ -7,6 +7,7 @@ they meet, so that a bad command line is answered at once.
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -82,6 +83,7 @@ class Ranks:
             raise ValueError(f"devices={devices}: say --ntasks-per-node={devices} to sbatch or srun")
         self._store: Any = None  # torch's, where the ranks meet
         self._others: dict[int, subprocess.Popen[bytes]] = {}
+        self._failed: list[tuple[int, int]] = []  # of these, as they ended: rank, exit code
         self._met = self._over = False
 
     @property
@@ -185,15 +187,14 @@ class Ranks:
             _torch_distributed().all_gather_object(found, value)
         return found
 
-    def lost(self) -> str | None:
-        """Which of the ranks that this one has started has failed, waiting a moment for its end to be known."""
-        until = time.monotonic() + 2
-        while self._others and time.monotonic() < until:
-            for number, other in self._others.items():
-                if other.poll() not in (None, *ENDED_WELL):
-                    return self._obituary(number, other.returncode)
+    def lost(self, error: Exception) -> str | None:
+        """Which rank has failed where `error` is a message that did not come; None for an error of this rank's own."""
+        if not isinstance(error, _torch_distributed().DistError) and not re.search(r"gloo|peer", str(error)):
+            return None
+        until = time.monotonic() + 2  # the end of a process is not known at once
+        while self._others and not self._failed and time.monotonic() < until:
             time.sleep(0.02)
-        return None
+        return self._obituary(*self._failed[0]) if self._failed else "another rank has ended"
 
     def _meeting_place(self) -> Any:
         dist = _torch_distributed()
@@ -219,7 +220,10 @@ class Ranks:
 
     def _watch(self, number: int) -> None:
         code = self._others[number].wait()
-        if code not in ENDED_WELL and self._met:
+        if code in ENDED_WELL:
+            return
+        self._failed.append((number, code))
+        if self._met:
             time.sleep(GRACE)
             if not self._over:  # the main thread waits for the lost one
                 os.write(2, f"normlab: {self._obituary(number, code)}\n".encode())

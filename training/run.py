@@ -93,9 +93,10 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
         recorder.flush()
         verdict, reason, code = _judge(recorder, parts.signals, steps, facts)
     except Exception as error:
-        lost = parts.ranks.lost()
+        lost = parts.ranks.lost(error)
         failure = None if lost else error
-        verdict, reason = "failed", lost or _failure(error, parts.directory)
+        again = f"{lost}: resume={parts.directory} goes on"
+        verdict, reason = "failed", again if lost else _failure(error, parts.directory)
     wall = time.perf_counter() - started + (_earlier(parts.directory) if parts.checkpoint else 0.0)
     memory = max(recorder.peak_memory, machine.peak_memory(parts.device))
     summary = _summary(recorder, facts, verdict, reason, steps, wall, memory)
