@@ -111,6 +111,8 @@ def train(
     In a `sweep` it takes one thread where none are asked for, and a run that diverged is not taken up again.
     """
     plain, axes = check(cfg), {axis: axes.get(axis, "") for axis in AXES}
+    if sweep and plain["devices"] * plain["num_nodes"] > 1:
+        raise ValueError("devices, num_nodes: a job of a sweep has one device")
     with Signals() as signals, Ranks(plain["devices"], plain["num_nodes"]) as ranks, ExitStack() as claim:
         if ranks.first:
             claim.enter_context(resume.claimed(directory))
