@@ -147,7 +147,9 @@ def check_devices(sweep: Sweep | None, typed: list[Any]) -> None:
     jobs = [[override.input_line for override in typed]] if sweep.jobs is None else sweep.jobs
     for key, _, value in (word.lstrip("+").partition("=") for job in jobs for word in job):
         if key in ("devices", "num_nodes") and value != "1":
-            raise ValueError(f"{key}={value}: a job of a sweep has one device; run one with several by itself, without -m")
+            raise ValueError(
+                f"{key}={value}: a job of a sweep has one device; run one with several by itself, without -m"
+            )
 
 
 def study_of(config: DictConfig) -> Sweep:
