@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ from stability import sweep as jobs
 from stability.records import lost, mapping, without_steps
 from stability.verdict import DIVERGED, FAILED, REFUSED
 from stability.whole import document, replace
-from training.ranks import RankLost, Ranks, Start, end_with_parent, rank, same_command
+from training.ranks import RankLost, Ranks, Start, follows, rank, same_command
 from training.signals import REQUEUE, Interrupted, Signals, requeue, requeued
 from training.strategy import check_sharing
 
@@ -113,9 +113,8 @@ def train(
     plain, axes = check(cfg), {axis: axes.get(axis, "") for axis in AXES}
     if sweep and plain["devices"] * plain["num_nodes"] > 1:
         raise ValueError("devices, num_nodes: a job of a sweep has one device")
-    with Signals() as signals, Ranks(plain["devices"], plain["num_nodes"]) as ranks, ExitStack() as claim:
-        if ranks.first:
-            claim.enter_context(resume.claimed(directory))
+    ranks = Ranks(plain["devices"], plain["num_nodes"])
+    with Signals() as signals, ranks, resume.claimed(directory) if ranks.first else nullcontext():
         before = resume.recorded(plain, directory) if ranks.first else resume.Before(directory)
         verdict = before.summary.get("verdict")
         judged = verdict in jobs.JUDGED and before.summary.get("steps") == before.config["steps"]
@@ -154,28 +153,24 @@ def _train(
     from training import device as machine
     from training.checkpoint import check_space, resume_point
     from training.describe import closing, describe
+    from training.memory import execution
 
-    context = plain["model"]["context"]
-    device = machine.accelerator()
-    machine.precision(plain["precision"], device)
-    machine.check_devices(plain["devices"], device, cuda_graphs=plain["trainer"].get("cuda_graphs", False))
-    rows = plain["batch"] // (plain["accumulate"] * ranks.world)
-    asked = plain["threads"] or before.threads or (1 if sweep else None)
-    sizes = {"tokens": rows * context, "dim": plain["model"]["dim"], "processes": plain["devices"]}
-    machine.flush_denormals()
-    torch.set_num_threads(machine.threads(asked, **sizes))
-
+    threads = plain["threads"] or before.threads or (1 if sweep else None)
+    device = machine.prepare(plain, threads, local=ranks.local)
     with signals.at_once():
         tokens, windows = text_of(plain, corpus, Remember.texts if sweep else None)
     windows = windows.share(ranks.rank, ranks.world)
     before.check_text(tokens.hash)
-    held_out = validation_windows(tokens.val, context, corpus.val_windows)
+    held_out = validation_windows(tokens.val, windows.context, corpus.val_windows)
     torch.manual_seed(ranks.seed(plain["seed"]))  # dropout; matrices and windows have generators of their own
     model = network(plain, choices, tokens.vocab)
-    described, facts = describe(model, choices, schedule, plain, axes, tokens, device, directory)
+    wanted = {"checkpointing": plain["model"]["checkpointing"], "compiled": plain["compile"]}
+    rows = windows.rows * (plain["devices"] if device == "cpu" else 1)  # its processes share one memory
+    model.execution, memory = execution(model, **wanted, rows=rows, device=device)
+    described, facts = describe(model, choices, schedule, plain, axes, tokens, device, memory, directory)
 
     checkpoint, start = None, 0
-    environment = machine.environment(device, tokens) | resume.machinery(plain, axes)
+    environment = machine.environment(device, tokens, model.execution) | resume.machinery(plain, axes)
     notes: list[str] = []
     if plain["resume"] is not None and ranks.first:
         checkpoint, start, run_id = resume_point(directory, model, before.environment.get("run"))
@@ -184,19 +179,18 @@ def _train(
         environment, notes = before.goes_on(environment | {"run": run_id or environment["run"]}, start)
     if ranks.first:
         check_space(directory, model, plain, depth=model.depth)
-    here = Start(
-        str(directory), str(checkpoint) if checkpoint else None, start, environment["run"], torch.get_num_threads()
-    )
+    here = Start(directory, checkpoint, start, environment["run"], torch.get_num_threads(), model.execution)
     begin = ranks.meet(here, signals, device, lambda: same_command(resume.quoted(directory)))
     if begin is None:
         return {}, 0
     torch.set_num_threads(begin.threads)
+    model.execution = begin.execution
     from training.run import Parts, fit
     from training.wandb import NoLog
 
     signals.check()  # the last: from here on there is something to lose
     built = Parts(
-        directory=Path(begin.directory),
+        begin=begin,
         model=model,
         ranks=ranks,
         trainer=instantiate(plain["trainer"]),
@@ -206,14 +200,11 @@ def _train(
         train=train_loader(
             windows, start=begin.steps * plain["accumulate"], workers=plain["workers"], pin_memory=device == "cuda"
         ),
-        val=val_loader(held_out, batch=rows),
+        val=val_loader(held_out, batch=windows.rows),
         tokens=tokens,
         log=(instantiate(plain["logger"]) if ranks.first else NoLog)(directory, facts["name"], plain),
         signals=signals,
-        run_id=begin.run,
         device=device,
-        checkpoint=Path(begin.checkpoint) if begin.checkpoint else None,
-        start=begin.steps,
     )
     print(described, *notes, sep="\n", flush=True)
     laid = {"environment.json": environment, "tokenizer.json": tokens.tokenizer.to_json()}
@@ -245,9 +236,6 @@ def job(cfg: DictConfig) -> float:
         code = _usage(own_words(error))
     except OSError as error:
         code = _usage(where(error))
-    except RankLost as error:
-        _usage(str(error))
-        code = FAILED
     finally:
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
@@ -285,10 +273,7 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
 
 def main() -> None:
     """The command line. A sweep ends with its table, and with 1 where a job was refused, failed or diverged."""
-    if rank():
-        Signals.spoken = False
-        end_with_parent()
-    with guarded(silent=rank() > 0):
+    with guarded(silent=follows()):
         code = _run()
         if (sweep := Remember.sweep) and code != REFUSED:
             ended = _end(sweep, whole=code == 0)
@@ -309,14 +294,9 @@ def _end(sweep: Sweep, *, whole: bool) -> int:
     judged = conclude(sweep.directory)
     log = (mapping(sweep.directory / sweep.names[0] / "config.yaml", []) or {}).get("logger") or {}
     if "mode" in log:  # W&B has the runs
-        from training.wandb import log_report
+        from training.wandb import log_study
 
-        files = [sweep.directory / name for name in ("report.html", "claims.json", "report.png", "figures")]
-        claims: dict[str, str] = {one.name: one.verdict for one in judged}
-        group = os.environ["WANDB_RUN_GROUP"]
-        log_report(
-            sweep.directory, sweep.directory.name, files, claims, group=group, mode=log["mode"], project=log["project"]
-        )
+        log_study(sweep.directory, {one.name: one.verdict for one in judged}, mode=log["mode"], project=log["project"])
     return 0 if verdicts <= jobs.JUDGED else FAILED  # to diverge is an answer to the question
 
 
@@ -340,7 +320,7 @@ def _run() -> int:
     except Interrupted as stop:
         print(f"normlab: {stop}", file=sys.stderr)
         return 128 + stop.number
-    except Lost as error:
+    except (Lost, RankLost) as error:
         print(f"normlab: {error}", file=sys.stderr)
         return FAILED
     return 0

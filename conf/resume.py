@@ -81,8 +81,9 @@ class Before:
         for step in range(1, done + 1):
             was, would_be = then.factor(step, self.config["steps"]), now.factor(step, self.asked["steps"])
             if was != would_be:
+                keys = ", ".join(key for key in self.changed if key.partition(".")[0] in BY_EFFECT)
                 raise self.refuse(
-                    f"{', '.join(self.changed)} would have given step {step} {would_be:g} times the learning rate in place "
+                    f"{keys} would have given step {step} {would_be:g} times the learning rate in place "
                     f"of {was:g}: more steps can follow under schedule=constant, or before the decay of schedule=wsd, with "
                     "schedule.warmup as a number of steps; otherwise say resume_force=true"
                 )

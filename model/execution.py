@@ -1,8 +1,10 @@
 """How a network is run: its blocks in groups, the head's loss in chunks. Nothing here changes a formula."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,26 @@ class Execution:
         for group in groups(blocks, self.compiled):
             x = _compiled()(group, x)
         return x
+
+    @classmethod
+    def of(cls, depth: int, *, recompute: bool, compiled: bool) -> "Execution":
+        """Groups of about sqrt(depth) blocks to recompute; of 4 to 7 to compile, such that they divide what they part where
+        that can be, and else leave no small rest: the compiler takes about 3 s a block, a call 0.1 ms."""
+        kept = max(1, round(depth**0.5)) if recompute else 0
+        whole = kept or depth
+        sizes = [whole] if whole < 4 else sorted(range(4, 8), key=lambda size: (-whole % size, abs(size - 5)))
+        return cls(kept, sizes[0] if compiled else 0)
+
+
+@contextmanager
+def eagerly(model: Any) -> Iterator[None]:
+    """Without the compiled graphs, whose inside no hook sees, and which validation would have to compile for itself."""
+    before = model.execution
+    model.execution = replace(before, compiled=0)
+    try:
+        yield
+    finally:
+        model.execution = before
 
 
 def groups(blocks: Sequence[nn.Module], size: int) -> list[Sequence[nn.Module]]:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from model.rms import rms_norm
+
 EPS = 1e-6
 
 
@@ -58,7 +60,7 @@ class SimpleRMSNorm(Norm):
     """
 
     def normalise(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.dim,), None, self.eps)
+        return rms_norm(x, None, self.eps)
 
 
 class RMSNorm(Norm):
@@ -73,7 +75,7 @@ class RMSNorm(Norm):
         self.gain = nn.Parameter(torch.ones(dim))
 
     def normalise(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.dim,), self.gain.to(x.dtype), self.eps)
+        return rms_norm(x, self.gain.to(x.dtype), self.eps)
 
 
 class ZeroRMSNorm(Norm):
@@ -89,7 +91,7 @@ class ZeroRMSNorm(Norm):
         self.weight = nn.Parameter(torch.zeros(dim))
 
     def normalise(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (self.dim,), 1 + self.weight.to(x.dtype), self.eps)
+        return rms_norm(x, 1 + self.weight.to(x.dtype), self.eps)
 
 
 class BiasedRMSNorm(RMSNorm):
@@ -116,7 +118,7 @@ class GroupRMSNorm(RMSNorm):
         self.groups = groups
 
     def normalise(self, x: Tensor) -> Tensor:
-        parts = F.rms_norm(x.reshape(*x.shape[:-1], self.groups, -1), (self.dim // self.groups,), None, self.eps)
+        parts = rms_norm(x.reshape(*x.shape[:-1], self.groups, -1), None, self.eps)
         return parts.flatten(-2) * self.gain.to(x.dtype)
 
 

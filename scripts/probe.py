@@ -30,6 +30,7 @@ from stability.theory import predict
 from stability.trace import Trace, trace
 from stability.verdict import REFUSED
 from training import device as machine
+from training.memory import execution
 
 DESCRIPTION = """\
 Measure networks at their initialisation, by layer, beside what theory predicts. Nothing is trained: one forward and
@@ -150,7 +151,12 @@ class Checked:
         plain, windows = self.plain | {"seed": seed}, self.windows.seeded(seed)
         torch.set_num_threads(plain["threads"] or 1)  # a second one would be idle or in the way in most that is probed
         torch.manual_seed(seed)  # dropout's draws, as in train.py
-        model = train.network(plain, self.choices, self.tokens.vocab).to(self.device)
+        model = train.network(plain, self.choices, self.tokens.vocab)
+        wanted = plain["model"]["checkpointing"]
+        model.execution, _ = execution(
+            model, checkpointing=wanted, compiled=False, rows=windows.rows, device=self.device
+        )
+        model.to(self.device)
         if self.precision == "64-true":
             model.double()
         batches = [windows[item].to(self.device) for item in range(windows.accumulate)]

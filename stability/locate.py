@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from model.execution import eagerly
 from model.transformer import Transformer
 from stability.gradients import GradientNorms
 
@@ -46,7 +47,7 @@ def first_bad_place(
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = [parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"][:1]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        with torch.no_grad(), torch.random.fork_rng(devices), eagerly(model):
             for tokens in windows:
                 if (bad := _first_bad(model, tokens[:, :-1])) is not None:
                     return bad

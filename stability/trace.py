@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from model.attention import Attention
 from model.block import Branch
+from model.execution import eagerly
 from model.inventory import Entry, inventory
 from model.loss import next_token_loss
 from model.stream import times
@@ -81,7 +82,9 @@ def trace(model: Transformer, windows: Sequence[Tensor], *, autocast: bool = Fal
         for batch in windows:
             with torch.autocast(device, torch.bfloat16, enabled=autocast):
                 loss = next_token_loss(model, batch) * share
+            seen.looking = False  # at what is computed again in the backward pass
             torch.autograd.backward(loss)
+            seen.looking = True
             losses.append(wide(loss.detach()))
         norms = gradients.measure()
     scalars = seen.values | _gains(entries, model.depth) | {("loss", 0): torch.stack(losses).sum()}
@@ -108,7 +111,7 @@ class _Seen:
     as many tokens each, so that a mean of means is the mean."""
 
     def __init__(self, batches: int) -> None:
-        self.batches = batches
+        self.batches, self.looking = batches, True
         self.values: dict[tuple[str, int], Tensor] = {}
 
     def mean(self, name: str, place: int, value: Tensor) -> None:
@@ -132,7 +135,7 @@ def as_found(model: Transformer, *, training: bool = True) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     devices = [parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"][:1]
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), eagerly(model):
             model.train(training)
             for parameter, _ in gradients:
                 parameter.grad = None
@@ -154,8 +157,9 @@ def _hooked(model: Transformer, seen: _Seen, device: str) -> Iterator[None]:
 
         def quietly(look: Look, x: Tensor) -> None:
             """Looking is no part of the step: no graph, and not in the step's reduced precision."""
-            with torch.no_grad(), torch.autocast(device, enabled=False):
-                look(x)
+            if seen.looking:
+                with torch.no_grad(), torch.autocast(device, enabled=False):
+                    look(x)
 
         def after(module: nn.Module, look: Look) -> None:
             hooks.callback(module.register_forward_hook(lambda _, __, output: quietly(look, output)).remove)

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HOUSE = {"conf", "model", "data", "training", "stability", "scripts", "train"}
+HOUSE = {"conf", "model", "data", "training", "stability", "benchmarks", "scripts", "train"}
 MAY = {  # layer -> what of the house it may import, and which large libraries it may not
     "model": ({"model"}, {"lightning", "hydra", "omegaconf", "datasets", "tokenizers", "wandb"}),
     "data": ({"data"}, {"lightning", "hydra", "omegaconf", "wandb"}),
     "stability": ({"stability", "model"}, {"lightning", "hydra", "omegaconf", "datasets", "tokenizers", "wandb"}),
     "training": ({"training", "stability", "model", "data"}, {"hydra", "omegaconf", "datasets"}),
     "conf": ({"conf", "stability"}, {"lightning", "datasets", "tokenizers", "wandb", "torch"}),
+    "benchmarks": (HOUSE - {"scripts"}, {"lightning", "datasets", "tokenizers", "wandb"}),
 }
 FILES = sorted(path for layer in MAY for path in (ROOT / layer).rglob("*.py"))
 

@@ -28,7 +28,7 @@ def version_of(package: str) -> tuple[int, ...]:
 def test_every_file_that_a_run_needs_is_declared():
     """Packages name each folder with modules, package data each file that is none."""
     setuptools = PROJECT["tool"]["setuptools"]
-    imported = {"conf", "hydra_plugins", "model", "data", "training", "stability"}
+    imported = {"conf", "hydra_plugins", "model", "data", "training", "stability", "benchmarks"}
     assert set(setuptools["packages"]) == imported
     for package in imported:
         folders = {path.parent for path in (ROOT / package).rglob("*.py") if "__pycache__" not in path.parts}

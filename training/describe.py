@@ -41,6 +41,7 @@ def describe(
     axes: dict[str, str],
     tokens: Tokens,
     device: str,
+    memory: str,
     directory: Path,
 ) -> tuple[str, dict[str, Any]]:
     """(The lines that a run prints when it starts, the facts that its summary repeats.)"""
@@ -69,6 +70,7 @@ def describe(
         "": "\n".join(tokens.notes),
         "note": _advice(model, schedule, plain["steps"]),
         "machine": _machine(device, plain, axes),
+        "memory": memory,
     }
     width = max(map(len, rows)) + 2
     lines = [f"{key:<{width}}{part}" for key, text in rows.items() for part in text.splitlines()]

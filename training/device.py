@@ -5,14 +5,19 @@ import platform
 import secrets
 import subprocess
 import sys
+import sysconfig
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any, Literal
 
 import torch
 
 from data.tokens import Tokens
+from model.execution import Execution
 
 PACKAGES = ("torch", "lightning", "hydra-core", "datasets", "tokenizers", "wandb", "numpy")
 LightningPrecision = Literal["32-true", "bf16-mixed", "64-true"]
@@ -36,6 +41,21 @@ def precision(asked: str, device: str) -> LightningPrecision:
     return known[asked]
 
 
+def prepare(plain: dict[str, Any], asked: int | None, *, local: int) -> Literal["cuda", "mps", "cpu"]:
+    """The device of this process, the `local`th of the run on this machine, chosen and checked; its threads set, as `asked` or by
+    the rule. ValueError, one line, for what this machine lacks."""
+    device, devices = accelerator(), plain["devices"]
+    precision(plain["precision"], device)
+    check_devices(devices, device, cuda_graphs=plain["trainer"].get("cuda_graphs", False))
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    flush_denormals()
+    windows = plain["batch"] // (plain["accumulate"] * devices * plain["num_nodes"])
+    sizes = {"tokens": windows * plain["model"]["context"], "dim": plain["model"]["dim"]}
+    torch.set_num_threads(threads(asked, **sizes, processes=devices))
+    return device
+
+
 def check_devices(devices: int, device: str, *, cuda_graphs: bool) -> None:
     """ValueError, one line, for what this machine lacks. CPU processes may be more than its cores: slower, and right, so that a
     run of eight devices can be tried, or gone on with, anywhere."""
@@ -45,6 +65,17 @@ def check_devices(devices: int, device: str, *, cuda_graphs: bool) -> None:
         raise ValueError(f"devices={devices}: MPS is one device")
     if cuda_graphs and device != "cuda":
         raise ValueError(f"trainer.cuda_graphs=true needs a GPU, found {device}")
+
+
+def check_compiler(device: str) -> None:
+    """ValueError where `torch.compile` lacks what it writes code for: Triton on CUDA, a C++ compiler on a CPU."""
+    if device == "cuda" and find_spec("triton") is None:
+        raise ValueError("compile=true needs Triton on a GPU: pip install triton, or leave it out")
+    names = [os.environ.get("CXX"), sysconfig.get_config_var("CXX"), "g++", "clang++", "c++", "cl"]
+    if device != "cuda" and not any(which(name.split()[0]) for name in names if name):
+        raise ValueError(
+            "compile=true needs a C++ compiler on a CPU, and finds none: install g++ or clang, or leave it out"
+        )
 
 
 def flush_denormals() -> None:
@@ -79,13 +110,19 @@ def peak_memory(device: str) -> int:
     probe freed can stand on: the C library keeps some of it for later."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
+    with suppress(
+        OSError
+    ):  # Linux alone has it; getrusage there counts the peak of the process that started this one too
+        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return 1024 * int(line.split()[1])
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def environment(device: str, tokens: Tokens) -> dict[str, Any]:
+def environment(device: str, tokens: Tokens, execution: Execution) -> dict[str, Any]:
     """What a run's numbers depend on beside its config, and `run`, which its checkpoints are known by."""
     return {
         "run": secrets.token_hex(8),
@@ -95,6 +132,7 @@ def environment(device: str, tokens: Tokens) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
+        "execution": asdict(execution),
         "git": _revision(),
         "corpus": {
             "name": tokens.name,

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, TQDMProgressBar
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from model.execution import eagerly
 from model.loss import next_token_loss
 from training.checkpoint import save
 from training.parallel import local
@@ -57,7 +58,7 @@ class Pace(Callback):
         recorder.flush()
         recorder.pause()
         model.eval()
-        with torch.no_grad(), trainer.precision_plugin.val_step_context():
+        with torch.no_grad(), eagerly(model), trainer.precision_plugin.val_step_context():
             batches = [windows.to(task.device) for windows in self.loader]
             total = torch.stack([next_token_loss(model, windows) * len(windows) for windows in batches]).sum()
         model.train()

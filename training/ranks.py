@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from signal import Signals as Number
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
+    from model.execution import Execution
+
 PARENT = "NORMLAB_RANK_0"  # in the environment of a rank that rank 0 has started: the number of its process
 TOLD, HERE = "normlab/told", "normlab/here"
 GRACE = 10.0  # seconds that a collective has to raise when a rank is lost; under NCCL it can wait for ever
@@ -32,13 +35,26 @@ ENDED_WELL = (0, DIVERGED, *(128 + number for number in STOPS))
 
 @dataclass(frozen=True)
 class Start:
-    """Where all ranks begin: the run's directory and id, the checkpoint, the steps that it has done, threads a process."""
+    """Where all ranks begin: the run's directory and id, its checkpoint and the steps that it has done, threads a process, how
+    the network is run."""
 
-    directory: str
-    checkpoint: str | None
+    directory: Path
+    checkpoint: Path | None
     steps: int
     run: str
     threads: int
+    execution: "Execution"
+
+    def dumped(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def loaded(cls, text: str | bytes) -> "Start":
+        from model.execution import Execution
+
+        known = json.loads(text)
+        paths = {name: known[name] and Path(known[name]) for name in ("directory", "checkpoint")}
+        return cls(**known | paths | {"execution": Execution(**known["execution"])})
 
 
 class RankLost(RuntimeError):
@@ -119,23 +135,21 @@ class Ranks:
         try:
             store = self._meeting_place()
             if self.first:
-                store.set(TOLD, json.dumps(asdict(start)))
+                store.set(TOLD, start.dumped())
                 if not self.by:
                     self._start(store.port, command())
             else:
                 _until(lambda: store.check([TOLD]), signals.check)
-                told = json.loads(store.get(TOLD))
+                told = store.get(TOLD)
                 store.add(HERE, 1)
-                if told is None:
+                if not told:
                     return None
-                start = Start(**told)
+                start = Start.loaded(told)
             _until(lambda: store.add(HERE, 0) == self.world - 1, signals.check, self._all_alive)
         except dist.DistError as error:
             raise RankLost(f"rank 0 cannot be reached ({str(error).splitlines()[0]})") from None
         self._met = True
         place = torch.device("cuda", self.local) if device == "cuda" else None
-        if place:
-            torch.cuda.set_device(place)
         dist.init_process_group(
             "nccl" if place else "gloo",
             store=dist.PrefixStore("group", store),
@@ -243,15 +257,15 @@ class Ranks:
         dist = _torch_distributed()
         try:
             store, until = self._meeting_place(), time.monotonic() + 3 * GRACE
-            store.set(TOLD, json.dumps(None))
+            store.set(TOLD, "")
             while store.add(HERE, 0) < self.world - 1 and time.monotonic() < until:
                 time.sleep(0.05)
         except dist.DistError:
             pass
 
 
-def end_with_parent() -> None:
-    """A rank that rank 0 has started ends with it, however that ends."""
+def follows() -> bool:
+    """Whether this is another rank than the first. It says nothing, and ends with rank 0, however that ends."""
 
     def watch(parent: int) -> None:
         while os.getppid() == parent:
@@ -260,6 +274,9 @@ def end_with_parent() -> None:
 
     if PARENT in os.environ:
         threading.Thread(target=watch, args=(int(os.environ[PARENT]),), daemon=True).start()
+    if rank():
+        Signals.spoken = False
+    return rank() > 0
 
 
 def same_command(directory: str) -> list[str]:

@@ -33,7 +33,7 @@ from training import device as machine
 from training.pace import Bar, Lines, Pace, Stop, WholeFiles
 from training.parallel import cluster, shard, strategy, without_lightnings_signals
 from training.probing import Probing
-from training.ranks import Ranks
+from training.ranks import Ranks, Start
 from training.record import NoRecord, Record
 from training.recorder import Recorder
 from training.schedule import Constant
@@ -54,7 +54,7 @@ FULL = {
 class Parts:
     """What a run is made of, built and checked."""
 
-    directory: Path
+    begin: Start
     model: Transformer
     ranks: Ranks
     trainer: DDP | FSDP
@@ -66,10 +66,7 @@ class Parts:
     tokens: Tokens
     log: Log
     signals: Signals
-    run_id: str
     device: str
-    checkpoint: Path | None
-    start: int
 
 
 def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -89,15 +86,15 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     try:
         # Lightning raises for a SIGTERM that comes before the first step
         with _quiet(), suppress(SIGTERMException):
-            trainer.fit(task, parts.train, ckpt_path=parts.checkpoint, weights_only=True)
+            trainer.fit(task, parts.train, ckpt_path=parts.begin.checkpoint, weights_only=True)
         recorder.flush()
         verdict, reason, code = _judge(recorder, parts.signals, steps, facts)
     except Exception as error:
         lost = parts.ranks.lost(error)
         failure = None if lost else error
-        again = f"{lost}: resume={parts.directory} goes on"
-        verdict, reason = "failed", again if lost else _failure(error, parts.directory)
-    wall = time.perf_counter() - started + (_earlier(parts.directory) if parts.checkpoint else 0.0)
+        again = f"{lost}: resume={parts.begin.directory} goes on"
+        verdict, reason = "failed", again if lost else _failure(error, parts.begin.directory)
+    wall = time.perf_counter() - started + (_earlier(parts.begin.directory) if parts.begin.checkpoint else 0.0)
     memory = max(recorder.peak_memory, machine.peak_memory(parts.device))
     summary = _summary(recorder, facts, verdict, reason, steps, wall, memory)
     if not parts.ranks.first:
@@ -107,7 +104,7 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     # each whatever becomes of the others; the summary, which says that the run is complete, after the picture
     with ExitStack() as closing:
         closing.callback(_unless_full, lambda: parts.log.finish(summary, code))
-        closing.callback(_unless_full, lambda: replace(parts.directory / "summary.json", document(summary)))
+        closing.callback(_unless_full, lambda: replace(parts.begin.directory / "summary.json", document(summary)))
         closing.callback(_unless_full, lambda: _draw(parts, summary) if recorder.loss and scalars["picture"] else None)
         closing.callback(_unless_full, recorder.close)
     if failure and not _full(failure):
@@ -151,7 +148,7 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
             return first_bad_place(model, batches, gradients, norms)
 
     recorder = Recorder(
-        (Record if parts.ranks.first else NoRecord)(parts.directory / "metrics.jsonl"),
+        (Record if parts.ranks.first else NoRecord)(parts.begin.directory / "metrics.jsonl"),
         gradients,
         parts.log,
         steps=steps,
@@ -161,8 +158,13 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
         clip=scalars["clip"],
         locate=locate,
     )
-    recorder.restore(parts.start if parts.checkpoint else -1)
-    shared: dict[str, Any] = {"run_id": parts.run_id, "steps": steps, "accumulate": accumulate, "clip": scalars["clip"]}
+    recorder.restore(parts.begin.steps if parts.begin.checkpoint else -1)
+    shared: dict[str, Any] = {
+        "run_id": parts.begin.run,
+        "steps": steps,
+        "accumulate": accumulate,
+        "clip": scalars["clip"],
+    }
     task = Task(
         model,
         parts.optimizer(model),
@@ -176,7 +178,7 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     )
     show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
     every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}
-    pace = Pace(parts.directory / "checkpoints", parts.val, parts.ranks, **every)
+    pace = Pace(parts.begin.directory / "checkpoints", parts.val, parts.ranks, **every)
     probing: list[pl.Callback] = []
     if every_probe := scalars["probe_every"]:
         windows = [part for item in range(accumulate) for part in parts.windows.of_all_ranks(item)]
@@ -245,8 +247,8 @@ def _earlier(directory: Path) -> float:
 def _draw(parts: Parts, summary: dict[str, Any]) -> None:
     from stability.report import draw_run
 
-    path = parts.directory / "report.png"
-    draw_run(changed(read(parts.directory), summary=summary), path)
+    path = parts.begin.directory / "report.png"
+    draw_run(changed(read(parts.begin.directory), summary=summary), path)
     parts.log.image("report", path)
 
 
