@@ -179,16 +179,17 @@ def _train(
         environment, notes = before.goes_on(environment | {"run": run_id or environment["run"]}, start)
     if ranks.first:
         check_space(directory, model, plain, depth=model.depth)
-    here = Start(directory, checkpoint, start, environment["run"], torch.get_num_threads(), model.execution)
-    begin = ranks.meet(here, signals, device, lambda: same_command(resume.quoted(directory)))
-    if begin is None:
-        return {}, 0
-    torch.set_num_threads(begin.threads)
-    model.execution = begin.execution
+    ranks.start(lambda: same_command(resume.quoted(directory)))
     from training.run import Parts, fit
     from training.wandb import NoLog
 
     signals.check()  # the last: from here on there is something to lose
+    here = Start(directory, checkpoint, start, environment["run"], torch.get_num_threads(), model.execution)
+    begin = ranks.meet(here, signals, device)
+    if begin is None:
+        return {}, 0
+    torch.set_num_threads(begin.threads)
+    model.execution = begin.execution
     built = Parts(
         begin=begin,
         model=model,
@@ -211,8 +212,7 @@ def _train(
     if ranks.first:
         resume.lay_down(directory, plain, overrides, laid)
     summary, code = fit(built, plain, facts)
-    if ranks.first:
-        print(closing(summary, directory), flush=True)
+    print(closing(summary, directory), flush=True)
     return summary, code
 
 

@@ -100,7 +100,7 @@ class Ranks:
         self._store: Any = None  # torch's, where the ranks meet
         self._others: dict[int, subprocess.Popen[bytes]] = {}
         self._failed: list[tuple[int, int]] = []  # of these, as they ended: rank, exit code
-        self._met = self._over = False
+        self._met = self._broken = self._over = False
 
     @property
     def first(self) -> bool:
@@ -110,20 +110,31 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._over = True
+        self._over, well = True, self._met and not self._broken and kind is None
         if self.first and self.by and self.world > 1 and not self._met:
             self._dismiss()
         for other in self._others.values():
             try:
-                other.wait(0 if kind or not self._met else GRACE)
+                other.wait(GRACE if well else 0)
             except subprocess.TimeoutExpired:
                 other.kill()
                 other.wait()
-        if self._met and kind is None:
+        if well:
             _torch_distributed().destroy_process_group()
 
-    def meet(self, start: Start, signals: Signals, device: str, command: Callable[[], list[str]]) -> Start | None:
-        """Rank 0's `start`, once all are there; None where it has nothing to do. `command` starts another rank.
+    def start(self, command: Callable[[], list[str]]) -> None:
+        """The other ranks, by `command`, where this is the first and nobody has."""
+        if self.world == 1 or self.by:
+            return
+        mine = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(self.world)}
+        os.environ |= mine | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._meeting_place().port)}
+        for number in range(1, self.world):
+            environment = os.environ | {PARENT: str(os.getpid()), "RANK": str(number), "LOCAL_RANK": str(number)}
+            self._others[number] = subprocess.Popen(command(), env=environment, stdin=subprocess.DEVNULL)
+            threading.Thread(target=self._watch, args=(number,), daemon=True).start()
+
+    def meet(self, start: Start, signals: Signals, device: str) -> Start | None:
+        """Rank 0's `start`, once all are there; None where it has nothing to do.
 
         Raises Interrupted for a signal meanwhile, RankLost for a rank that ended.
         """
@@ -136,8 +147,6 @@ class Ranks:
             store = self._meeting_place()
             if self.first:
                 store.set(TOLD, start.dumped())
-                if not self.by:
-                    self._start(store.port, command())
             else:
                 _until(lambda: store.check([TOLD]), signals.check)
                 told = store.get(TOLD)
@@ -205,6 +214,7 @@ class Ranks:
         """Which rank has failed where `error` is a message that did not come; None for an error of this rank's own."""
         if not isinstance(error, _torch_distributed().DistError) and not re.search(r"gloo|peer", str(error)):
             return None
+        self._broken = True
         until = time.monotonic() + 2  # the end of a process is not known at once
         while self._others and not self._failed and time.monotonic() < until:
             time.sleep(0.02)
@@ -223,14 +233,6 @@ class Ranks:
             else:  # the system picks a free port
                 self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return self._store
-
-    def _start(self, port: int, command: list[str]) -> None:
-        mine = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(self.world)}
-        os.environ |= mine | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for number in range(1, self.world):
-            environment = os.environ | {PARENT: str(os.getpid()), "RANK": str(number), "LOCAL_RANK": str(number)}
-            self._others[number] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
-            threading.Thread(target=self._watch, args=(number,), daemon=True).start()
 
     def _watch(self, number: int) -> None:
         code = self._others[number].wait()
