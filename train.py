@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,9 @@ from stability import sweep as jobs
 from stability.records import lost, mapping, without_steps
 from stability.verdict import DIVERGED, FAILED, REFUSED
 from stability.whole import document, replace
+from training.ranks import RankLost, Ranks, Start, follows, rank, same_command
 from training.signals import REQUEUE, Interrupted, Signals, requeue, requeued
+from training.strategy import check_sharing
 
 if TYPE_CHECKING:
     from data.corpus import Corpus
@@ -93,7 +95,8 @@ def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices",
 
     choices = choices_of(plain)
     # one layer of the real sizes: the constructors of its parts say what does not fit
-    network(plain | {"model": plain["model"] | {"depth": 1}}, choices, vocab=2)
+    layer = network(plain | {"model": plain["model"] | {"depth": 1}}, choices, vocab=2)
+    check_sharing(plain, axes, layer)
     for refusal in refusals(choices, axes, sizes):
         if not plain["allow_unstable"]:
             raise ValueError(f"{refusal}; allow_unstable=true runs it all the same")
@@ -109,8 +112,11 @@ def train(
     In a `sweep` it takes one thread where none are asked for, and a run that diverged is not taken up again.
     """
     plain, axes = check(cfg), {axis: axes.get(axis, "") for axis in AXES}
-    with Signals() as signals, resume.claimed(directory):
-        before = resume.recorded(plain, directory)
+    if sweep and plain["devices"] * plain["num_nodes"] > 1:
+        raise ValueError("devices, num_nodes: a job of a sweep has one device")
+    ranks = Ranks(plain["devices"], plain["num_nodes"])
+    with Signals() as signals, ranks, resume.claimed(directory) if ranks.first else nullcontext():
+        before = resume.recorded(plain, directory) if ranks.first else resume.Before(directory)
         verdict = before.summary.get("verdict")
         judged = verdict in jobs.JUDGED and before.summary.get("steps") == before.config["steps"]
         if judged and (before.done >= plain["steps"] or (sweep and verdict == "diverged")):
@@ -119,13 +125,13 @@ def train(
             print(f"nothing to do: {before.done} of {plain['steps']} steps are done ({verdict})", flush=True)
             return before.summary, DIVERGED if verdict == "diverged" else 0
         try:
-            summary, code = _train(plain, before, directory, axes, overrides, signals, sweep=sweep)
+            summary, code = _train(plain, before, directory, axes, overrides, ranks, signals, sweep=sweep)
         except Interrupted as stop:
             reason = f"{stop} before its {'next' if before.config else 'first'} step"
             print(f"normlab: {reason}; resume={directory} goes on", file=sys.stderr)
             summary, code = without_steps("interrupted", reason, axes=axes, steps=plain["steps"]), 0
-            if not before.config:
-                _lay_down(directory, plain, overrides, {"summary.json": summary})
+            if ranks.first and not before.config:
+                resume.lay_down(directory, plain, overrides, {"summary.json": summary})
         # one that came too late to interrupt still ends the process, and the sweep
         return summary, 128 + signals.received if signals.received else code
 
@@ -136,6 +142,7 @@ def _train(
     directory: Path,
     axes: dict[str, str],
     overrides: list[str],
+    ranks: Ranks,
     signals: Signals,
     sweep: bool,
 ) -> tuple[dict[str, Any], int]:
@@ -145,78 +152,72 @@ def _train(
 
     from data.windows import train_loader, val_loader, validation_windows
     from training import device as machine
+    from training import graphs
     from training.checkpoint import check_space, resume_point
     from training.describe import closing, describe
-    from training.graphs import check_device, check_execution
     from training.memory import execution
 
-    context = plain["model"]["context"]
-    device = machine.accelerator()
-    machine.precision(plain["precision"], device)
-    if graphs := plain["trainer"].get("cuda_graphs", False):
-        check_device(device)
-    rows = plain["batch"] // plain["accumulate"]
-    asked = plain["threads"] or before.environment.get("threads") or (1 if sweep else None)
-    machine.flush_denormals()
-    torch.set_num_threads(machine.threads(asked, tokens=rows * context, dim=plain["model"]["dim"]))
-
+    threads = plain["threads"] or before.threads or (1 if sweep else None)
+    device = machine.prepare(plain, threads, local=ranks.local)
     with signals.at_once():
         tokens, windows = text_of(plain, corpus, Remember.texts if sweep else None)
+    windows = windows.share(ranks.rank, ranks.world)
     before.check_text(tokens.hash)
-    held_out = validation_windows(tokens.val, context, corpus.val_windows)
-    torch.manual_seed(plain["seed"])  # dropout; matrices and windows have generators of their own
+    held_out = validation_windows(tokens.val, windows.context, corpus.val_windows)
+    torch.manual_seed(ranks.seed(plain["seed"]))  # dropout; matrices and windows have generators of their own
     model = network(plain, choices, tokens.vocab)
     wanted = {"checkpointing": plain["model"]["checkpointing"], "compiled": plain["compile"]}
+    rows = windows.rows * (plain["devices"] if device == "cpu" else 1)  # its processes share one memory
     model.execution, memory = execution(model, **wanted, rows=rows, device=device)
-    if graphs:
-        check_execution(model.execution)
+    if plain["trainer"].get("cuda_graphs"):
+        graphs.check(device, model.execution)
     described, facts = describe(model, choices, schedule, plain, axes, tokens, device, memory, directory)
 
-    checkpoint, start, environment = None, 0, machine.environment(device, tokens, model.execution)
+    checkpoint, start = None, 0
+    environment = machine.environment(device, tokens, model.execution) | resume.machinery(plain, axes)
     notes: list[str] = []
-    if plain["resume"] is not None:
+    if plain["resume"] is not None and ranks.first:
         checkpoint, start, run_id = resume_point(directory, model, before.environment.get("run"))
         before.check_record(start, lost(directory / "metrics.jsonl", start))
         before.check_schedule(instantiate(before.config["schedule"]), schedule, start)
         environment, notes = before.goes_on(environment | {"run": run_id or environment["run"]}, start)
-    check_space(directory, model, plain, depth=model.depth)
+    if ranks.first:
+        check_space(directory, model, plain, depth=model.depth)
+    ranks.start(lambda: same_command(resume.quoted(directory)))
     from training.run import Parts, fit
+    from training.wandb import NoLog
 
     signals.check()  # the last: from here on there is something to lose
+    here = Start(directory, checkpoint, start, environment["run"], torch.get_num_threads(), model.execution)
+    begin = ranks.meet(here, signals, device)
+    if begin is None:
+        return {}, 0
+    torch.set_num_threads(begin.threads)
+    model.execution = begin.execution
     built = Parts(
-        directory=directory,
+        begin=begin,
         model=model,
+        ranks=ranks,
+        trainer=instantiate(plain["trainer"]),
         optimizer=instantiate(plain["optimizer"]),
         schedule=schedule,
         windows=windows,
         train=train_loader(
-            windows, start=start * plain["accumulate"], workers=plain["workers"], pin_memory=device == "cuda"
+            windows, start=begin.steps * plain["accumulate"], workers=plain["workers"], pin_memory=device == "cuda"
         ),
-        val=val_loader(held_out, batch=rows),
+        val=val_loader(held_out, batch=windows.rows),
         tokens=tokens,
-        log=instantiate(plain["logger"])(directory, facts["name"], plain),
+        log=(instantiate(plain["logger"]) if ranks.first else NoLog)(directory, facts["name"], plain),
         signals=signals,
-        run_id=environment["run"],
         device=device,
-        checkpoint=checkpoint,
-        start=start,
     )
     print(described, *notes, sep="\n", flush=True)
     laid = {"environment.json": environment, "tokenizer.json": tokens.tokenizer.to_json()}
-    _lay_down(directory, plain, overrides, laid)
+    if ranks.first:
+        resume.lay_down(directory, plain, overrides, laid)
     summary, code = fit(built, plain, facts)
     print(closing(summary, directory), flush=True)
     return summary, code
-
-
-def _lay_down(directory: Path, plain: dict[str, Any], overrides: list[str], more: dict[str, Any]) -> None:
-    """What a run starts with. The overrides, which `resume=` looks for, come last: once they are there, all is."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, content in more.items():
-        replace(directory / name, content if isinstance(content, str) else document(content))
-    settled, words = plain | {"resume": None, "resume_force": False}, resume.without_resume(overrides)
-    replace(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settled)))
-    replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(words)))
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -276,12 +277,12 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
 
 def main() -> None:
     """The command line. A sweep ends with its table, and with 1 where a job was refused, failed or diverged."""
-    with guarded():
+    with guarded(silent=follows()):
         code = _run()
         if (sweep := Remember.sweep) and code != REFUSED:
             ended = _end(sweep, whole=code == 0)
             code = code or ended
-        if code == 128 + REQUEUE:
+        if code == 128 + REQUEUE and not rank():
             requeue()
     sys.exit(code)
 
@@ -297,14 +298,9 @@ def _end(sweep: Sweep, *, whole: bool) -> int:
     judged = conclude(sweep.directory)
     log = (mapping(sweep.directory / sweep.names[0] / "config.yaml", []) or {}).get("logger") or {}
     if "mode" in log:  # W&B has the runs
-        from training.wandb import log_report
+        from training.wandb import log_study
 
-        files = [sweep.directory / name for name in ("report.html", "claims.json", "report.png", "figures")]
-        claims: dict[str, str] = {one.name: one.verdict for one in judged}
-        group = os.environ["WANDB_RUN_GROUP"]
-        log_report(
-            sweep.directory, sweep.directory.name, files, claims, group=group, mode=log["mode"], project=log["project"]
-        )
+        log_study(sweep.directory, {one.name: one.verdict for one in judged}, mode=log["mode"], project=log["project"])
     return 0 if verdicts <= jobs.JUDGED else FAILED  # to diverge is an answer to the question
 
 
@@ -328,7 +324,7 @@ def _run() -> int:
     except Interrupted as stop:
         print(f"normlab: {stop}", file=sys.stderr)
         return 128 + stop.number
-    except Lost as error:
+    except (Lost, RankLost) as error:
         print(f"normlab: {error}", file=sys.stderr)
         return FAILED
     return 0

@@ -15,6 +15,8 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from stability.whole import document, replace
+
 # what changes how a run is watched or when it is given up, not what it computes
 FREE = {"resume", "resume_force", "name", "log_every", "val_every", "save_every", "patience", "workers"}
 FREE |= {"allow_unstable", "logger", "probe_every", "picture", "profile", "model.checkpointing"}
@@ -41,6 +43,11 @@ class Before:
     environment: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
+
+    @property
+    def threads(self) -> int | None:
+        """Of each process, where it is to have as many again."""
+        return None if {"devices", "num_nodes"} & {*self.changed} else self.environment.get("threads")
 
     @property
     def done(self) -> int:
@@ -89,7 +96,7 @@ class Before:
             name: (_at(self.environment, path), _at(now, path))
             for name, path in {"torch": "versions.torch", "device": "device", "text": "corpus.hash"}.items()
         }
-        pairs |= {key: (_at(self.config, key), _at(self.asked, key)) for key in self.changed}
+        pairs |= {key: (_choice(_at(self.config, key)), _choice(_at(self.asked, key))) for key in self.changed}
         differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
         if not differ:
             return self.environment, []
@@ -158,9 +165,13 @@ def as_overrides(words: list[str]) -> list[str]:
         for word in _stored(directory / "overrides.yaml", list)
         if _key(str(word)) not in given and _key(str(word)).partition(".")[0] not in given
     ]
-    quoted = QuotedString(str(directory), Quote.single).with_quotes()  # it may hold = or ,
     after = [word for word in words if _key(word) != "resume"]
-    return [*options, *map(str, before), *after, f"resume={quoted}", f"hydra.run.dir={quoted}"]
+    return [*options, *map(str, before), *after, f"resume={quoted(directory)}", f"hydra.run.dir={quoted(directory)}"]
+
+
+def quoted(directory: Path) -> str:
+    """As the value of an override: it may hold = or a comma."""
+    return QuotedString(str(directory), Quote.single).with_quotes()
 
 
 def _options_first(words: list[str]) -> tuple[list[str], list[str]]:
@@ -198,6 +209,21 @@ def _stored(path: Path, kind: type) -> Any:
     if not isinstance(content, kind):
         raise ValueError(f"{path} is damaged: it holds no {'list' if kind is list else 'mapping'}")
     return content
+
+
+def machinery(plain: dict[str, Any], axes: dict[str, str]) -> dict[str, Any]:
+    """What a run's environment says of how it is computed."""
+    return {key: axes[key] if key in axes else plain[key] for key in ("devices", "num_nodes", "trainer")}
+
+
+def lay_down(directory: Path, plain: dict[str, Any], words: list[str], more: dict[str, Any]) -> None:
+    """What a run starts with. The overrides, which `resume=` looks for, come last: once they are there, all is."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in more.items():
+        replace(directory / name, content if isinstance(content, str) else document(content))
+    settled = plain | {"resume": None, "resume_force": False}
+    replace(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(settled)))
+    replace(directory / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create(without_resume(words))))
 
 
 def without_resume(words: list[str]) -> list[str]:
@@ -250,6 +276,11 @@ def _at(node: Any, path: str) -> Any:
     for key in path.split("."):
         node = node.get(key) if isinstance(node, dict) else None
     return node
+
+
+def _choice(value: Any) -> Any:
+    """Of an axis, the class that was chosen."""
+    return value.get("_target_", value) if isinstance(value, dict) else value
 
 
 def _key(word: str) -> str:

@@ -25,7 +25,7 @@ class Run:
         0, Annotated[int, Field(ge=0, lt=2**32)], "of the initial matrices, the data's order and dropout"
     )
     steps: int = _scalar(1000, Count, "optimizer steps")
-    batch: int = _scalar(16, Count, "windows in one optimizer step, over all micro-batches")
+    batch: int = _scalar(16, Count, "windows in one optimizer step, over all micro-batches and devices")
     accumulate: int = _scalar(1, Count, "micro-batches that a step is split into: less memory, the same result")
     clip: float = _scalar(1.0, Annotated[float, Field(ge=0)], "largest total gradient norm; 0 = no clipping")
     precision: str = _scalar(

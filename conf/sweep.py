@@ -113,6 +113,7 @@ class Remember(Callback):
             if hasattr(sweeper, "split_arguments"):  # Hydra's basic sweeper, and what inherits from it
                 (words,) = sweeper.split_arguments(_typed(config), max_batch_size=None)
             Remember.sweep = Sweep(Path(config.hydra.sweep.dir), words)
+        _or_refused(lambda: check_devices(Remember.sweep, _typed(config)))
         # W&B shows the runs of a sweep as one group; its own variable, so that every process that is started has it
         os.environ.setdefault("WANDB_RUN_GROUP", Remember.sweep.directory.name)
 
@@ -138,6 +139,17 @@ def without_schemas() -> None:
     for group, nodes in ConfigStore.instance().repo["hydra"].items():
         for path in CONF.glob(f"hydra/{group}/*.yaml"):
             nodes.pop(path.name, None)
+
+
+def check_devices(sweep: Sweep | None, typed: list[Any]) -> None:
+    """ValueError where a job would have several devices: its other ranks start the same command, and so the whole sweep."""
+    assert sweep is not None
+    jobs = [[override.input_line for override in typed]] if sweep.jobs is None else sweep.jobs
+    for key, _, value in (word.lstrip("+").partition("=") for job in jobs for word in job):
+        if key in ("devices", "num_nodes") and value != "1":
+            raise ValueError(
+                f"{key}={value}: a job of a sweep has one device; run one with several by itself, without -m"
+            )
 
 
 def study_of(config: DictConfig) -> Sweep:

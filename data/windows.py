@@ -63,8 +63,19 @@ class Windows(Dataset[Tensor]):
 
     def seeded(self, seed: int) -> "Windows":
         """The same text and sizes in the order of another seed."""
-        sizes = {"batch": self.batch, "accumulate": self.accumulate, "steps": self.steps}
-        return Windows(self.tokens, context=self.context, seed=seed, rank=self.rank, world=self.world, **sizes)
+        return self._with(seed=seed)
+
+    def share(self, rank: int, world: int) -> "Windows":
+        """What `rank` of `world` sees of the same run. ValueError where the batch has no equal shares."""
+        return self._with(rank=rank, world=world)
+
+    def of_all_ranks(self, item: int) -> list[Tensor]:
+        """Micro-batch `item` of each rank, which together are that of one device."""
+        return [self.share(rank, self.world)[item] for rank in range(self.world)]
+
+    def _with(self, **other: int) -> "Windows":
+        sizes = {"batch": self.batch, "accumulate": self.accumulate, "steps": self.steps, "context": self.context}
+        return Windows(self.tokens, **sizes | {"seed": self.seed, "rank": self.rank, "world": self.world} | other)
 
     def starts(self, item: int) -> np.ndarray:
         """Where the windows of micro-batch `item` start in the tokens. Raises IndexError outside the run."""

@@ -30,14 +30,17 @@ class GradientNorms:
     def measure(self) -> Tensor:
         """The norm of each entry's gradient, shape (entries,), accumulated in at least float32; 0 where there is none.
 
-        One `_foreach_norm` for all parameters; nothing is sent to the host.
+        One `_foreach_norm` for all parameters, and where each rank has a part of them one message; nothing is sent to the host.
         """
-        gradients = [entry.parameter.grad for entry in self.entries]
-        present = [g for g in gradients if g is not None]
-        dtype = torch.float64 if present and present[0].dtype == torch.float64 else torch.float32
-        norms = iter(torch._foreach_norm(present, 2, dtype=dtype))
+        gradients = {i: e.parameter.grad for i, e in enumerate(self.entries) if e.parameter.grad is not None}
+        double = any(g.dtype == torch.float64 for g in gradients.values())
+        dtype = torch.float64 if double else torch.float32
+        norms: dict[int, Tensor] = {}
+        for sharded in (False, True):
+            chosen = {i: g for i, g in gradients.items() if hasattr(g, "full_tensor") == sharded}
+            norms |= zip(chosen, _norms(list(chosen.values()), dtype), strict=True)
         zero = torch.zeros((), dtype=dtype, device=self.entries[0].parameter.device)
-        return torch.stack([zero if g is None else next(norms) for g in gradients])
+        return torch.stack([norms.get(i, zero) for i in range(len(self.entries))])
 
     def table(self, norms: np.ndarray) -> dict[str, Any]:
         """`grad_norm` of a record: total, embed, head, and an array over the layers for each part and each matrix.
@@ -57,3 +60,11 @@ class GradientNorms:
         bad = [entry for entry, norm in zip(self.entries, norms, strict=True) if not np.isfinite(norm)]
         heads = [entry for entry in bad if entry.part == "head"]
         return heads[0] if heads else max(bad, key=lambda entry: entry.layer, default=None)
+
+
+def _norms(gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Of gradients that are all whole, or all sharded: the norms of the whole ones, of which each rank has a part."""
+    if not gradients:
+        return []
+    norms: Any = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype))
+    return list((norms.full_tensor() if hasattr(norms, "full_tensor") else norms).unbind())

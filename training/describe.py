@@ -71,12 +71,20 @@ def describe(
         f"unigram entropy {tokens.unigram_entropy:.4f} nats{floor}",
         "": "\n".join(tokens.notes),
         "note": _advice(model, schedule, plain["steps"]),
-        "machine": f"{device}, {machine.precision(plain['precision'], device)}, {torch.get_num_threads()} CPU threads",
+        "machine": _machine(device, plain, axes),
         "memory": memory,
     }
     width = max(map(len, rows)) + 2
     lines = [f"{key:<{width}}{part}" for key, text in rows.items() for part in text.splitlines()]
     return "\n".join(lines), facts
+
+
+def _machine(device: str, plain: dict[str, Any], axes: dict[str, str]) -> str:
+    devices, threads = plain["devices"] * plain["num_nodes"], f"{torch.get_num_threads()} CPU threads"
+    several = (
+        [f"{devices} x {device} ({axes['trainer'].upper()})", f"{threads} each"] if devices > 1 else [device, threads]
+    )
+    return f"{several[0]}, {machine.precision(plain['precision'], device)}, {several[1]}"
 
 
 def closing(summary: dict[str, Any], directory: Path) -> str:

@@ -47,6 +47,30 @@ def precision(asked: str, device: str) -> LightningPrecision:
     return known[asked]
 
 
+def prepare(plain: dict[str, Any], asked: int | None, *, local: int) -> Literal["cuda", "mps", "cpu"]:
+    """The device of this process, the `local`th of the run on this machine, chosen and checked; its threads set, as `asked` or by
+    the rule. ValueError, one line, for what this machine lacks."""
+    device, devices = accelerator(), plain["devices"]
+    precision(plain["precision"], device)
+    check_devices(devices, device)
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    flush_denormals()
+    windows = plain["batch"] // (plain["accumulate"] * devices * plain["num_nodes"])
+    sizes = {"tokens": windows * plain["model"]["context"], "dim": plain["model"]["dim"]}
+    torch.set_num_threads(threads(asked, **sizes, processes=devices))
+    return device
+
+
+def check_devices(devices: int, device: str) -> None:
+    """ValueError, one line, for what this machine lacks. CPU processes may be more than its cores: slower, and right, so that a
+    run of eight devices can be tried, or gone on with, anywhere."""
+    if device == "cuda" and devices > torch.cuda.device_count():
+        raise ValueError(f"devices={devices}: {torch.cuda.device_count()} GPUs found")
+    if device == "mps" and devices > 1:
+        raise ValueError(f"devices={devices}: MPS is one device")
+
+
 def check_compiler(device: str) -> None:
     """ValueError where `torch.compile` lacks what it writes code for: Triton on CUDA, a C++ compiler on a CPU."""
     if device == "cuda" and find_spec("triton") is None:
@@ -64,16 +88,16 @@ def flush_denormals() -> None:
     torch.set_flush_denormal(True)
 
 
-def threads(asked: int | None, *, tokens: int, dim: int) -> int:
+def threads(asked: int | None, *, tokens: int, dim: int, processes: int = 1) -> int:
     """CPU threads: as asked, else one for each 2^15 elements of the stream in a micro-batch (`tokens` * `dim`), at least
-    one and at most one a core.
+    one and at most one a core that the `processes` of this machine share.
 
     Below that size handing work over costs more than it saves. A rule of shape and cores, never measured at run time:
     bit equality of two runs is promised at equal threads (which `accumulate`
     can change, through the size of a micro-batch).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return asked or max(1, min(cores, tokens * dim // 2**15))
+    return asked or max(1, min(cores // processes, tokens * dim // 2**15))
 
 
 def reset_peak_memory(device: str) -> None:

@@ -22,6 +22,12 @@ class MicroBatch(nn.Module):
         return next_token_loss(self.model, windows)
 
 
+def check(device: str, execution: Execution) -> None:
+    """ValueError, one line, where nothing can be recorded."""
+    check_device(device)
+    check_execution(execution)
+
+
 def check_device(device: str) -> None:
     """ValueError off CUDA."""
     if device != "cuda":

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader
 from model.execution import eagerly
 from model.loss import next_token_loss
 from training.checkpoint import save
+from training.parallel import local
+from training.ranks import Ranks
 from training.recorder import Recorder
 from training.signals import Signals
 from training.task import Task
@@ -24,11 +26,15 @@ class Pace(Callback):
     validation loss is the lowest so far, `best.ckpt`.
 
     Weights that are not finite are never saved, nor are those of a run whose loss diverged. A run that stops because its
-    steps are not finite still has the weights of the last one that was: they are saved.
+    steps are not finite still has the weights of the last one that was: they are saved. Every rank validates the same
+    windows; the first writes.
     """
 
-    def __init__(self, directory: Path, loader: DataLoader[Tensor], *, val_every: int, save_every: int) -> None:
-        self.directory, self.loader, self.val_every, self.save_every = directory, loader, val_every, save_every
+    def __init__(
+        self, directory: Path, loader: DataLoader[Tensor], ranks: Ranks, *, val_every: int, save_every: int
+    ) -> None:
+        self.directory, self.loader, self.ranks = directory, loader, ranks
+        self.val_every, self.save_every = val_every, save_every
 
     def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
         assert isinstance(task, Task)
@@ -56,7 +62,7 @@ class Pace(Callback):
             batches = [windows.to(task.device) for windows in self.loader]
             total = torch.stack([next_token_loss(model, windows) * len(windows) for windows in batches]).sum()
         model.train()
-        loss = total.item() / sum(len(windows) for windows in batches)
+        loss = self.ranks.mean(total).item() / sum(len(windows) for windows in batches)
         lowest = min((value for _, value in recorder.val_loss), default=float("inf"))
         recorder.validation(step, loss)
         if loss < lowest and step:
@@ -69,15 +75,16 @@ class Pace(Callback):
         recorder.to_disk()
         recorder.pause()
         loss_diverged = recorder.reason and not (recorder.skipped and recorder.skipped[-1])
-        if loss_diverged or not _finite(task.model):
+        if loss_diverged or not all(self.ranks.of_all(_finite(task.model))):
             return
-        self.directory.mkdir(exist_ok=True)
+        if self.ranks.first:
+            self.directory.mkdir(exist_ok=True)
         trainer.save_checkpoint(self.directory / f"{name}.ckpt")
 
 
 def _finite(model: torch.nn.Module) -> bool:
-    """Parameters and running statistics."""
-    norms = torch._foreach_norm([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
+    """Parameters and running statistics, of sharded ones this rank's part."""
+    norms = torch._foreach_norm([local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())])
     return bool(torch.isfinite(torch.stack(norms)).all())
 
 
@@ -95,16 +102,22 @@ class WholeFiles(CheckpointIO):
 
 
 class Stop(Callback):
-    """Ends the run after the step under way, all its micro-batches, once a signal has been received."""
+    """Ends the run after the step under way, all its micro-batches, once a signal has been received; with several ranks after
+    the same step on each, which is the first whose line says so (`Recorder.asked`)."""
 
-    def __init__(self, signals: Signals) -> None:
-        self.signals = signals
+    def __init__(self, signals: Signals, ranks: Ranks) -> None:
+        self.signals, self.ranks = signals, ranks
 
     def on_train_start(self, *_: Any) -> None:
         self.signals.install()  # Lightning has put a handler of its own before ours, which would raise in mid-step
 
     def on_train_batch_end(self, trainer: pl.Trainer, task: pl.LightningModule, *_: Any) -> None:
-        if self.signals.received and ends_step(trainer, task):
+        assert isinstance(task, Task)
+        if not ends_step(trainer, task):
+            return
+        received = self.signals.received if self.ranks.world == 1 else task.recorder.asked
+        if received:
+            self.signals.received = self.signals.received or received
             trainer.should_stop = True
 
 

@@ -1,12 +1,9 @@
 """From numbers on the device to lines of `metrics.jsonl`, with no synchronisation between two log steps."""
 
-import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +12,11 @@ from torch import Tensor
 
 from stability.gradients import GradientNorms
 from stability.locate import Place
-from stability.records import block_norms, lines, metrics_line
+from stability.records import block_norms, metrics_line
 from stability.verdict import Watch
-from stability.whole import naming, replace
 from training import device as machine
+from training.record import Record
+from training.signals import STOPS
 from training.wandb import Log
 
 Locate = Callable[[int, np.ndarray], Place | None]
@@ -32,11 +30,13 @@ class Recorder:
     not finite (or where the loss began to stay above its start), and its place as `locate(step, norms)` finds it: on a CPU
     a bad step is written at once, on other devices at the next log step, when the weights have moved on if it was a
     single one; the place can then be None. It stands in the record of the first step of each bad stretch.
+
+    With several ranks each has one, and comes to the same decisions; `asked` is a signal that some rank has received.
     """
 
     def __init__(
         self,
-        path: Path,
+        record: Record,
         gradients: GradientNorms,
         log: Log,
         *,
@@ -50,6 +50,7 @@ class Recorder:
         self.gradients, self.log, self.clip, self.locate = gradients, log, clip, locate
         self.steps, self.log_every, self.tokens_per_step = steps, log_every, tokens_per_step
         self.watch = Watch(steps, patience)
+        self.asked: int | None = None
         self.reason: str | None = None
         self.first_bad_step: int | None = None
         self.first_bad_place: Place | None = None
@@ -62,7 +63,7 @@ class Recorder:
         self.probed = False  # whether the record has a probe line
         self.peak_memory = 0  # bytes, of the run up to the latest probe and without what the probes took
         self._pending: list[tuple[int, float, Tensor] | dict[str, Any]] = []
-        self._path, self._file = path, path.open("ab", buffering=0)
+        self._record = record
         self._clock: float | None = None
         self._trained = 0.0  # seconds, the first step and validations apart
         self._timed_steps = 0
@@ -73,11 +74,7 @@ class Recorder:
         A run that diverged and is resumed starts afresh: its record stays, what ended it no longer counts. A step whose
         line was lost counts as one whose loss is not known.
         """
-        kept = [record for record in lines(self._path, []) if record["step"] <= done]
-        self._file.close()
-        replace(self._path, "".join(json.dumps(record) + "\n" for record in kept))
-        self._file = self._path.open("ab", buffering=0)
-        for record in kept:
+        for record in self._record.keep(done):
             if "val_loss" in record:
                 self.val_loss.append((record["step"], _number(record["val_loss"])))
                 continue
@@ -97,11 +94,13 @@ class Recorder:
             self.loss.append(float("nan"))
             self.skipped.append(False)
 
-    def step(self, step: int, lr: float, loss: Tensor, norms: Tensor, total: Tensor) -> None:
-        """Take one step's numbers: `loss`, `total` scalars and `norms` (entries,) on the device."""
-        row = torch.cat((loss.reshape(1), total.reshape(1), norms)).detach()
+    def step(self, step: int, lr: float, loss: Tensor, norms: Tensor, total: Tensor, asked: Tensor) -> None:
+        """Take one step's numbers: `loss`, `total` scalars, `norms` (entries,) and which of STOPS some rank has `asked` for,
+        empty with one rank, all on the device."""
+        row = torch.cat((loss.reshape(1), total.reshape(1), norms, asked)).detach()
         self._pending.append((step, lr, row))
-        seen = row.device.type == "cpu" and not torch.isfinite(row[:2]).all()  # costs no synchronisation there
+        # costs no synchronisation there
+        seen = row.device.type == "cpu" and bool(asked.any() or not torch.isfinite(row[:2]).all())
         if seen or self._is_log_step(step):
             self.flush()
 
@@ -119,8 +118,11 @@ class Recorder:
             if isinstance(held, dict):
                 self._write(held)
             else:
-                row = next(values)
-                self._write_step(held[0], held[1], float(row[0]), float(row[1]), row[2:])
+                loss, total, *_ = row = next(values)
+                norms, asked = np.split(row[2:], [len(self.gradients.entries)])
+                self._write_step(held[0], held[1], float(loss), float(total), norms)
+                if asked.any():
+                    self.asked = STOPS[asked.argmax()]
         self._pending.clear()
 
     def _write_step(self, step: int, lr: float, loss: float, total: float, norms: np.ndarray) -> None:
@@ -197,8 +199,7 @@ class Recorder:
         return self._timed_steps * self.tokens_per_step / self._trained if self._trained else None
 
     def _write(self, record: dict[str, Any]) -> None:
-        with naming(self._path):
-            self._append((metrics_line(record) + "\n").encode())
+        self._record.append(metrics_line(record))
         self.latest = self.latest | {k: v for k, v in record.items() if k != "grad_norm"}
         self.latest["grad_norm"] = record.get("grad_norm", {}).get("total", self.latest.get("grad_norm"))
         self.log.record(record)
@@ -206,24 +207,13 @@ class Recorder:
     def to_disk(self) -> None:
         """What is written so far survives a power cut: a checkpoint must never be ahead of its record."""
         self.flush()
-        with naming(self._path):
-            os.fsync(self._file.fileno())
+        self._record.to_disk()
 
     def close(self) -> None:
         try:
             self.flush()
         finally:
-            self._file.close()
-
-    def _append(self, line: bytes) -> None:
-        """The whole line or, where the disk is full, nothing of it; never a part that is kept and written later."""
-        written, end = 0, os.fstat(self._file.fileno()).st_size
-        try:
-            while written < len(line):
-                written += self._file.write(line[written:])
-        except OSError:
-            self._file.truncate(end)
-            raise
+            self._record.close()
 
 
 def _number(value: float | None) -> float:

@@ -15,7 +15,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import Optimizer
@@ -33,11 +32,15 @@ from stability.whole import document, replace
 from training import device as machine
 from training.flops import peak_flops, utilisation
 from training.pace import Bar, Lines, Pace, Stop, WholeFiles
+from training.parallel import cluster, shard, strategy, without_lightnings_signals
 from training.probing import Probing
 from training.profiling import Profile
+from training.ranks import Ranks, Start
+from training.record import NoRecord, Record
 from training.recorder import Recorder
 from training.schedule import Constant
 from training.signals import Signals, name
+from training.strategy import DDP, FSDP
 from training.task import Task
 from training.wandb import Log
 
@@ -53,8 +56,10 @@ FULL = {
 class Parts:
     """What a run is made of, built and checked."""
 
-    directory: Path
+    begin: Start
     model: Transformer
+    ranks: Ranks
+    trainer: DDP | FSDP
     optimizer: Callable[[Transformer], Optimizer]
     schedule: Constant
     windows: Windows
@@ -63,17 +68,15 @@ class Parts:
     tokens: Tokens
     log: Log
     signals: Signals
-    run_id: str
     device: str
-    checkpoint: Path | None
-    start: int
 
 
 def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Train, judge, draw `report.png` unless told not to, write `summary.json`; (summary, exit code).
 
-    `facts` goes into the summary as it is (name, axes, equation, unigram_entropy, floor, depth, flops_per_token). The exit code is 0,
-    3 for a run that diverged, 128 + the signal's number for one that was interrupted, 1 for one that ran out of disk.
+    `facts` goes into the summary as it is (name, axes, equation, unigram_entropy, floor, depth, flops_per_token). The exit code
+    is 0, 3 for a run that diverged, 128 + the signal's number for one that was interrupted, 1 for one that ran out of disk or
+    lost a rank. Of the ranks the first alone does more than train.
     Any other error in training is raised again as a RuntimeError, never as a ValueError: those are what the user can mend,
     and are said without a traceback.
     """
@@ -85,20 +88,26 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     try:
         # Lightning raises for a SIGTERM that comes before the first step
         with _quiet(), suppress(SIGTERMException):
-            trainer.fit(task, parts.train, ckpt_path=parts.checkpoint, weights_only=True)
+            trainer.fit(task, parts.train, ckpt_path=parts.begin.checkpoint, weights_only=True)
         recorder.flush()
         verdict, reason, code = _judge(recorder, parts.signals, steps, facts)
     except Exception as error:
-        failure = error
-        verdict, reason = "failed", _failure(error, parts.directory)
-    wall = time.perf_counter() - started + (_earlier(parts.directory) if parts.checkpoint else 0.0)
+        lost = parts.ranks.lost(error)
+        failure = None if lost else error
+        again = f"{lost}: resume={parts.begin.directory} goes on"
+        verdict, reason = "failed", again if lost else _failure(error, parts.begin.directory)
+    wall = time.perf_counter() - started + (_earlier(parts.begin.directory) if parts.begin.checkpoint else 0.0)
     memory = max(recorder.peak_memory, machine.peak_memory(parts.device))
     summary = _summary(recorder, facts, verdict, reason, steps, wall, memory)
     summary |= _of_peak(summary, parts.device, scalars)
+    if not parts.ranks.first:
+        if failure:
+            raise failure
+        return summary, code
     # each whatever becomes of the others; the summary, which says that the run is complete, after the picture
     with ExitStack() as closing:
         closing.callback(_unless_full, lambda: parts.log.finish(summary, code))
-        closing.callback(_unless_full, lambda: replace(parts.directory / "summary.json", document(summary)))
+        closing.callback(_unless_full, lambda: replace(parts.begin.directory / "summary.json", document(summary)))
         closing.callback(_unless_full, lambda: _draw(parts, summary) if recorder.loss and scalars["picture"] else None)
         closing.callback(_unless_full, recorder.close)
     if failure and not _full(failure):
@@ -132,15 +141,17 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     precision = machine.precision(scalars["precision"], parts.device)
     if precision == "64-true":
         model.double()  # Lightning does it after it has loaded a checkpoint, which would round the weights
+    apart = shard(model, parts.ranks, parts.device) if isinstance(parts.trainer, FSDP) else []
     gradients = GradientNorms(inventory(model), model.depth)
 
     def locate(step: int, norms: np.ndarray) -> Place | None:
-        batches = (parts.windows[i].to(task.device) for i in range((step - 1) * accumulate, step * accumulate))
+        items = range((step - 1) * accumulate, step * accumulate)
+        batches = (part.to(task.device) for item in items for part in parts.windows.of_all_ranks(item))
         with trainer.precision_plugin.forward_context():
             return first_bad_place(model, batches, gradients, norms)
 
     recorder = Recorder(
-        parts.directory / "metrics.jsonl",
+        (Record if parts.ranks.first else NoRecord)(parts.begin.directory / "metrics.jsonl"),
         gradients,
         parts.log,
         steps=steps,
@@ -150,23 +161,36 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
         clip=scalars["clip"],
         locate=locate,
     )
-    recorder.restore(parts.start if parts.checkpoint else -1)
-    shared = {"run_id": parts.run_id, "steps": steps, "accumulate": accumulate, "clip": scalars["clip"]}
-    graphs = scalars["trainer"].get("cuda_graphs", False)
-    shared["record"] = parts.windows[0] if graphs else None
-    task = Task(model, parts.optimizer(model), parts.schedule, gradients, recorder, **shared)
+    recorder.restore(parts.begin.steps if parts.begin.checkpoint else -1)
+    graphs = isinstance(parts.trainer, DDP) and parts.trainer.cuda_graphs
+    task = Task(
+        model,
+        parts.optimizer(model),
+        parts.schedule,
+        gradients,
+        recorder,
+        run_id=parts.begin.run,
+        steps=steps,
+        accumulate=accumulate,
+        clip=scalars["clip"],
+        record=parts.windows[0] if graphs else None,
+        ranks=parts.ranks,
+        signals=parts.signals,
+        apart=apart,
+    )
     show = Bar(recorder) if sys.stderr.isatty() else Lines(recorder)
     every = {"val_every": scalars["val_every"], "save_every": scalars["save_every"]}
-    pace = Pace(parts.directory / "checkpoints", parts.val, **every)
-    probing = []
+    pace = Pace(parts.begin.directory / "checkpoints", parts.val, parts.ranks, **every)
+    probing: list[pl.Callback] = []
     if every_probe := scalars["probe_every"]:
-        windows, bf16 = [parts.windows[item] for item in range(accumulate)], precision == "bf16-mixed"
-        probing.append(Probing(windows, every=every_probe, autocast=bf16))
+        windows = [part for item in range(accumulate) for part in parts.windows.of_all_ranks(item)]
+        probing.append(Probing(windows, every=every_probe, autocast=precision == "bf16-mixed"))
     # Profile first, so that what follows a step is no part of it; Stop and Probing before Pace, which saves when a stop has
     # been asked for, and after what the record is to hold by then
-    profiles = [Profile(parts.directory / "profile")] if scalars["profile"] else []
-    callbacks: list[pl.Callback] = [*profiles, Stop(parts.signals), *probing, pace, show]
-    trainer = _trainer(parts.device, scalars, callbacks, bar=isinstance(show, Bar))
+    profiles = [Profile(parts.begin.directory / "profile")] if scalars["profile"] else []
+    shows = [show] if parts.ranks.first else []
+    callbacks: list[pl.Callback] = [*profiles, Stop(parts.signals, parts.ranks), *probing, pace, *shows]
+    trainer = _trainer(parts, scalars, callbacks, bar=parts.ranks.first and isinstance(show, Bar))
     return trainer, task
 
 
@@ -238,24 +262,26 @@ def _earlier(directory: Path) -> float:
 def _draw(parts: Parts, summary: dict[str, Any]) -> None:
     from stability.report import draw_run
 
-    path = parts.directory / "report.png"
-    draw_run(changed(read(parts.directory), summary=summary), path)
+    path = parts.begin.directory / "report.png"
+    draw_run(changed(read(parts.begin.directory), summary=summary), path)
     parts.log.image("report", path)
 
 
-def _trainer(device: str, scalars: dict[str, Any], callbacks: list[pl.Callback], *, bar: bool) -> pl.Trainer:
-    """Lightning without what the run does itself: logging, checkpoints, validation, clipping."""
+def _trainer(parts: Parts, scalars: dict[str, Any], callbacks: list[pl.Callback], *, bar: bool) -> pl.Trainer:
+    """Lightning without what the run does itself: starting processes, logging, checkpoints, validation, clipping, signals."""
     with _quiet():
-        return pl.Trainer(
-            accelerator=device,
-            devices=1,
-            precision=machine.precision(scalars["precision"], device),
+        trainer = pl.Trainer(
+            accelerator=parts.device,
+            devices=scalars["devices"],
+            num_nodes=scalars["num_nodes"],
+            strategy=strategy(parts.trainer, parts.ranks),
+            precision=machine.precision(scalars["precision"], parts.device),
             max_steps=scalars["steps"],
             max_epochs=-1,
             accumulate_grad_batches=scalars["accumulate"],
             callbacks=callbacks,
             # the second keeps Lightning from handling Slurm's signals, which training/signals.py does
-            plugins=[WholeFiles(), LightningEnvironment()],
+            plugins=[WholeFiles(), cluster(parts.ranks)],
             logger=False,
             enable_checkpointing=False,
             enable_model_summary=False,
@@ -264,6 +290,9 @@ def _trainer(device: str, scalars: dict[str, Any], callbacks: list[pl.Callback],
             num_sanity_val_steps=0,
             limit_val_batches=0,
         )
+    if parts.ranks.world > 1:
+        without_lightnings_signals(trainer)
+    return trainer
 
 
 @contextmanager

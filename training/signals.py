@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any, ClassVar
 
 REQUEUE = signal.SIGUSR1
+STOPS = (signal.SIGINT, signal.SIGTERM, REQUEUE)
 
 
 class Interrupted(BaseException):

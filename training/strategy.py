@@ -1,6 +1,10 @@
 """How the devices of a run share its work. Imports no torch, so that a bad knob is refused in a blink."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 
 @dataclass(frozen=True)
@@ -15,3 +19,28 @@ class DDP:
 @dataclass(frozen=True)
 class FSDP:
     """Each device holds a part of every matrix, gradient and moment, and gathers a block's as it comes to it."""
+
+
+def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module") -> None:
+    """ValueError, one line, for what the devices of a checked config cannot share; `network` is of its choices."""
+    devices, sharded = plain["devices"] * plain["num_nodes"], plain["trainer"]["_target_"].endswith(".FSDP")
+    if sharded and devices == 1:
+        raise ValueError(
+            "trainer=fsdp parts a network among devices, and devices=1: say devices=2 or more, or trainer=ddp"
+        )
+    if sharded and plain["compile"]:
+        raise ValueError("compile=true with trainer=fsdp: a compiled group of blocks cannot be gathered; leave one out")
+    if sharded and plain["probe_every"]:
+        raise ValueError(
+            "probe_every with trainer=fsdp: a probe reads whole matrices; say probe_every=0, or trainer=ddp"
+        )
+    if devices > 1 and plain["trainer"].get("cuda_graphs"):
+        raise ValueError(
+            f"trainer.cuda_graphs=true records the work of one device, and devices={devices}: leave one out"
+        )
+    statistics = network.state_dict().keys() - dict(network.named_parameters(remove_duplicate=False)).keys()
+    if devices > 1 and statistics:
+        raise ValueError(
+            f"norm={axes['norm']} with devices={devices}: its running statistics ({min(statistics)}) would be of one "
+            "device's share of the windows; use another norm, or devices=1"
+        )

@@ -1,12 +1,12 @@
 """The training step under Lightning: loss, gradient norms, clipping, the guard against a non-finite step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -15,8 +15,10 @@ from model.loss import next_token_loss
 from model.transformer import Transformer
 from stability.gradients import GradientNorms
 from training.graphs import recorded, zero_gradients
+from training.ranks import Ranks
 from training.recorder import Recorder
 from training.schedule import Constant
+from training.signals import Signals
 
 
 class Task(pl.LightningModule):
@@ -39,11 +41,15 @@ class Task(pl.LightningModule):
         accumulate: int,
         clip: float,
         record: Tensor | None = None,
+        ranks: Ranks,
+        signals: Signals,
+        apart: Sequence[nn.Parameter] = (),
     ) -> None:
         super().__init__()
         self.model, self.recorder = model, recorder
         self._optimizer, self._schedule, self._gradients = optimizer, schedule, gradients
         self.run_id, self.steps, self.accumulate, self.clip = run_id, steps, accumulate, clip
+        self._ranks, self._signals, self._apart = ranks, signals, apart
         self._loss: Tensor | None = None
         self._record = record
         self._micro_batch: Callable[[Tensor], Tensor] = partial(next_token_loss, model)
@@ -73,16 +79,17 @@ class Task(pl.LightningModule):
         return loss
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Measure, guard, clip, all from the same norms and all on the device."""
+        """Measure, guard, clip, all from the same norms and all on the device: what each rank decides by is one number."""
         assert self._loss is not None
+        self._ranks.average(self._apart)
         norms = self._gradients.measure()
-        total = torch.linalg.vector_norm(norms)
-        finite = torch.isfinite(total) & torch.isfinite(self._loss)
+        loss, total, asked = self._ranks.agree(self._loss, torch.linalg.vector_norm(norms), self._signals.received)
+        finite = torch.isfinite(total) & torch.isfinite(loss)
         optimizer.found_inf = (~finite).to(torch.float32)  # the fused kernel then leaves weights and moments alone
         if self.clip:
             clip_grads_with_norm_(self.model.parameters(), self.clip, total)
         lr = optimizer.param_groups[0]["lr"]
-        self.recorder.step(self.trainer.global_step + 1, lr, self._loss, norms, total)
+        self.recorder.step(self.trainer.global_step + 1, lr, loss, norms, total, asked)
         self._loss = None
         if self.recorder.reason:
             self.trainer.should_stop = True
@@ -90,13 +97,13 @@ class Task(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Beside weights and optimizer: whose they are, and what dropout draws next. Plain containers and tensors alone."""
         checkpoint["run"] = self.run_id
-        checkpoint["rng"] = torch.get_rng_state()
+        checkpoint["rng"] = _one_or_all(self._ranks.of_all(torch.get_rng_state()))
         if self.device.type in ("cuda", "mps"):
-            checkpoint["device_rng"] = getattr(torch, self.device.type).get_rng_state()
+            checkpoint["device_rng"] = _one_or_all(self._ranks.of_all(getattr(torch, self.device.type).get_rng_state()))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The generators, and the optimizer's settings as the config has them now, which a checkpoint would undo."""
-        torch.set_rng_state(checkpoint["rng"])
+        """The generators, new ones where there were others than these ranks; and the optimizer's settings as the config has
+        them now, which a checkpoint would undo."""
         done, lr = checkpoint["global_step"], self._optimizer.defaults["lr"]
         now = {"initial_lr": lr, "lr": lr * self._schedule.factor(done + 1, self.steps)}
         (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
@@ -104,5 +111,17 @@ class Task(pl.LightningModule):
             stored.update({key: value for key, value in group.items() if key != "params"} | now)
         groups = len(optimizer["param_groups"])
         schedule.update(base_lrs=[now["initial_lr"]] * groups, _last_lr=[now["lr"]] * groups)
+        if len(states := _as_list(checkpoint["rng"])) != self._ranks.world:
+            torch.manual_seed(self._ranks.seed(torch.initial_seed(), done))
+            return
+        torch.set_rng_state(states[self._ranks.rank])
         if self.device.type in ("cuda", "mps") and "device_rng" in checkpoint:
-            getattr(torch, self.device.type).set_rng_state(checkpoint["device_rng"])
+            getattr(torch, self.device.type).set_rng_state(_as_list(checkpoint["device_rng"])[self._ranks.rank])
+
+
+def _one_or_all(states: list[Tensor]) -> Tensor | list[Tensor]:
+    return states if len(states) > 1 else states[0]
+
+
+def _as_list(states: Tensor | list[Tensor]) -> list[Tensor]:
+    return [states] if isinstance(states, Tensor) else states

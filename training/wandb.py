@@ -118,6 +118,13 @@ def log_report(
         print(f"W&B has no report of this study ({_line(error)}): {directory} has all of it")
 
 
+def log_study(directory: Path, verdicts: Mapping[str, str], *, mode: Mode, project: str) -> None:
+    """The end of a study whose runs W&B has: the files that it leaves, and its claims' verdicts, in the group of its runs."""
+    files = [directory / name for name in ("report.html", "claims.json", "report.png", "figures")]
+    group = os.environ["WANDB_RUN_GROUP"]
+    log_report(directory, directory.name, files, verdicts, group=group, mode=mode, project=project)
+
+
 def _copied(files: Sequence[Path], place: Path) -> Iterator[tuple[Path, str]]:
     """(A copy, its name in the artifact) of each file in `files` and in their folders. An offline run is sent later, when
     the study may have been judged anew: it keeps its own."""

@@ -25,6 +25,8 @@ from tests.conftest import SMALL, network, plain
 from training import run as run_module
 from training.checkpoint import resume_point, save
 from training.pace import Pace
+from training.ranks import Ranks
+from training.record import Record
 from training.recorder import Recorder
 
 LONG = ["steps=60", "log_every=7", "val_every=25"]
@@ -361,7 +363,7 @@ def test_validation_weighs_windows_not_batches(run):
 def test_a_resumed_recorder_goes_on_counting(run, tmp_path):
     """The history before a resume counts for the verdict: the first loss, and a stretch that is not finite."""
     recorder_of = lambda path: Recorder(  # noqa: E731
-        path,
+        Record(path),
         None,
         None,
         steps=60,
@@ -472,7 +474,7 @@ def test_every_choice_of_every_axis_composes_and_passes_the_type_check():
 @pytest.mark.case("L06")
 def test_pace_never_saves_weights_that_are_not_finite(run):
     _, summary = run("steps=2")
-    pace = Pace(summary["directory"] / "elsewhere", None, val_every=1, save_every=1)
+    pace = Pace(summary["directory"] / "elsewhere", None, Ranks(1, 1), val_every=1, save_every=1)
 
     class Broken(torch.nn.Module):
         def __init__(self) -> None:
@@ -703,13 +705,7 @@ def test_a_record_costs_one_transfer_whatever_the_depth(run, monkeypatch, depth:
     assert [count for count in told if count] == [1, 9, 10]
 
 
-@pytest.mark.case(
-    "G09 pytorch/torchtitan#766",
-    "H02 Lightning-AI/pytorch-lightning PR #11617",
-    "P11 Lightning-AI/pytorch-lightning#6706",
-)
-def test_a_run_is_one_process_on_one_device(run, monkeypatch):
-    """So that a norm is never a shard's, no child starts a sweep again, and no wrapper asks for every gradient."""
+def test_a_run_of_one_device_has_no_wrapper_and_no_group(run, monkeypatch):
     trainers, original = [], run_module._trainer
     monkeypatch.setattr(run_module, "_trainer", lambda *a, **k: trainers.append(original(*a, **k)) or trainers[-1])
     run("steps=1")

@@ -8,7 +8,9 @@ from torch import nn
 
 from model.inventory import Entry
 from stability.gradients import GradientNorms
+from training.ranks import Ranks
 from training.schedule import Constant
+from training.signals import Signals
 from training.task import Task
 
 
@@ -17,7 +19,7 @@ class Taken:
 
     reason = None
 
-    def step(self, step, lr, loss, norms, total):
+    def step(self, step, lr, loss, norms, total, asked):
         self.total, self.norms = total.item(), norms.tolist()
 
 
@@ -29,9 +31,8 @@ def clipped(gradient: list[float], clip: float) -> tuple[Taken, nn.Parameter, to
     entries = [Entry("weight", model.weight, "ffn", "matrix", 1, "up")]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     taken = Taken()
-    task = Task(
-        model, optimizer, Constant(), GradientNorms(entries, 1), taken, run_id="", steps=9, accumulate=1, clip=clip
-    )
+    words = {"run_id": "", "steps": 9, "accumulate": 1, "clip": clip, "ranks": Ranks(1, 1), "signals": Signals()}
+    task = Task(model, optimizer, Constant(), GradientNorms(entries, 1), taken, **words)
     task._trainer = SimpleNamespace(global_step=0, should_stop=False)
     task._loss = torch.tensor(1.0)
     task.configure_gradient_clipping(optimizer)
