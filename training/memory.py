@@ -38,11 +38,15 @@ def execution(
     tight = free is not None and needed > SHARE * (free - state)
     recompute = checkpointing == "groups" or (checkpointing == "auto" and tight and not statistics)
     chosen = Execution.of(len(model.blocks), recompute=recompute, compiled=compiled)
-    there = f" of {free / 1e9:.1f} GB free" if free is not None else ""
-    words = f"activations of a step take {needed / 1e9:.1f} GB{there}: "
+    there = f" of {_size(free)} free" if free is not None else ""
+    words = f"activations of a step take {_size(needed)}{there}: "
     words += f"kept of one block in {chosen.recompute}, the rest computed again" if recompute else "kept"
     words += f"; compiled in groups of {chosen.compiled} blocks" if compiled else ""
     return chosen, words
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
 
 
 def activation_bytes(block: nn.Module, context: int, dim: int) -> int:

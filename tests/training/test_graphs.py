@@ -123,7 +123,7 @@ def test_a_recorded_run_is_resumed_with_the_same_draws(run, on_cpu, monkeypatch)
         patch.setattr(run_module, "fit", lambda built, *rest: (parts.append(built), fit(built, *rest))[1])
         with pytest.raises(RuntimeError, match="as planned"):
             run(*words)
-    directory = parts[0].directory
+    directory = parts[0].begin.directory
     resumed, _ = run(*words, f"resume={directory}", directory=directory)
     assert resumed == unbroken
     assert len(on_cpu) == 3
