@@ -166,15 +166,13 @@ def _train(
     held_out = validation_windows(tokens.val, windows.context, corpus.val_windows)
     torch.manual_seed(ranks.seed(plain["seed"]))  # dropout; matrices and windows have generators of their own
     model = network(plain, choices, tokens.vocab)
-    wanted = {"checkpointing": plain["model"]["checkpointing"], "compiled": plain["compile"]}
-    rows = windows.rows * (plain["devices"] if device == "cpu" else 1)  # its processes share one memory
-    model.execution, memory = execution(model, **wanted, rows=rows, device=device)
+    model.execution, memory = execution(model, plain, rows=windows.rows, device=device)
     if plain["trainer"].get("cuda_graphs"):
         graphs.check(device, model.execution)
     described, facts = describe(model, choices, schedule, plain, axes, tokens, device, memory, directory)
 
     checkpoint, start = None, 0
-    environment = machine.environment(device, tokens, model.execution) | resume.machinery(plain, axes)
+    environment = machine.environment(device, tokens, model) | resume.machinery(plain, axes)
     notes: list[str] = []
     if plain["resume"] is not None and ranks.first:
         checkpoint, start, run_id = resume_point(directory, model, before.environment.get("run"))

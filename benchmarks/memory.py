@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from math import isqrt
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ def measurements(rounds: int, quick: bool) -> list[Measurement]:
     return [
         Measurement(
             Row("memory", f"peak memory, {groups}, {deep}", none, 1, Target("<=", 0.25)),
-            lambda: [fresh(peak, deep, recompute=isqrt(deep.depth)) / fresh(peak, deep)],
+            lambda: [fresh(peak, deep, recompute=True) / fresh(peak, deep)],
         ),
         Measurement(
             Row("memory", f"step, {groups}, {shorter}", none, shorter.threads, Target("<=", 1.45)),
@@ -46,11 +45,11 @@ def measurements(rounds: int, quick: bool) -> list[Measurement]:
     ]
 
 
-def peak(shape: Shape, *, recompute: int = 0, loss: Loss = next_token_loss) -> int:
+def peak(shape: Shape, *, recompute: bool = False, loss: Loss = next_token_loss) -> int:
     """Bytes that a process took which took a step, with one thread, since memory does not hang on their number."""
     torch.set_num_threads(1)
     model = network(shape)
-    model.execution = Execution(recompute=recompute)
+    model.execution = _execution(shape, recompute)
     training_step(model, shape, loss)()
     return machine.peak_memory("cpu")
 
@@ -65,8 +64,12 @@ def recomputing(shape: Shape, *, rounds: int) -> list[float]:
         model.execution = execution
         step()
 
-    works = (partial(run_as, Execution(recompute=recompute)) for recompute in (isqrt(shape.depth), 0))
+    works = (partial(run_as, _execution(shape, recompute)) for recompute in (True, False))
     return alternate(*works, rounds=rounds)
+
+
+def _execution(shape: Shape, recompute: bool) -> Execution:
+    return Execution.of(shape.depth, recompute=recompute, compiled=False)
 
 
 def chunking(shape: Shape, *, rounds: int) -> list[float]:

@@ -81,7 +81,7 @@ def against_bare(words: Sequence[str], *, rounds: int) -> list[float]:
 
     with fetching(mark):
         run(words)
-    return neighbours(theirs[1:], ours[1:])  # the first has start-up in it
+    return [1 / ratio for ratio in neighbours(ours[1:], theirs[1:])]  # the first has start-up in it
 
 
 def bare_loop(words: Sequence[str]) -> Iterator[Tensor]:

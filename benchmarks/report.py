@@ -21,7 +21,7 @@ from benchmarks.step import cores
 from stability import whole
 
 STYLE = {"met": "green", "missed": "red", "failed": "bold red", "": ""}
-WIDTH = 200
+WIDTH = 200  # of a table that goes into a file or a pipe
 
 
 def machine() -> dict[str, Any]:

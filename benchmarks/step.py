@@ -1,5 +1,6 @@
 """Networks of the project's config, and the loop that somebody would write who had no framework."""
 
+import gc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -79,6 +80,7 @@ def run(words: Iterable[str]) -> dict[str, Any]:
 
     Raises RuntimeError for a run that ends otherwise than well, KeyboardInterrupt for one that a signal ended.
     """
+    gc.collect()  # a trainer refers to itself, and the one before may hold a network
     cfg, chosen = composed(words)
     with TemporaryDirectory() as scratch, redirect_stdout(StringIO()), redirect_stderr(StringIO()):
         summary, code = train.train(cfg, Path(scratch) / "run", chosen, list(words))

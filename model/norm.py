@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.rms import rms_norm
+from model import rms
 
 EPS = 1e-6
 
@@ -34,6 +34,10 @@ class Norm(nn.Module):
     def normalise(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def kernel(self, device: torch.device) -> str:
+        """What computes it there where nothing is compiled: speeds of two norms compare only with that in view."""
+        return "plain operations"
+
     def extra_repr(self) -> str:
         return f"{self.dim}, eps={self.eps}"
 
@@ -52,6 +56,9 @@ class LayerNorm(Norm):
     def normalise(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (self.dim,), self.gain.to(x.dtype), self.bias.to(x.dtype), self.eps)
 
+    def kernel(self, device: torch.device) -> str:
+        return "torch F.layer_norm"
+
 
 class SimpleRMSNorm(Norm):
     """y = x / RMS(x), RMS(x) = sqrt(mean(x^2) + eps): RMSNorm without a gain.
@@ -60,7 +67,10 @@ class SimpleRMSNorm(Norm):
     """
 
     def normalise(self, x: Tensor) -> Tensor:
-        return rms_norm(x, None, self.eps)
+        return rms.rms_norm(x, None, self.eps)
+
+    def kernel(self, device: torch.device) -> str:
+        return rms.kernel(device)
 
 
 class RMSNorm(Norm):
@@ -75,7 +85,10 @@ class RMSNorm(Norm):
         self.gain = nn.Parameter(torch.ones(dim))
 
     def normalise(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.gain.to(x.dtype), self.eps)
+        return rms.rms_norm(x, self.gain.to(x.dtype), self.eps)
+
+    def kernel(self, device: torch.device) -> str:
+        return rms.kernel(device)
 
 
 class ZeroRMSNorm(Norm):
@@ -91,7 +104,10 @@ class ZeroRMSNorm(Norm):
         self.weight = nn.Parameter(torch.zeros(dim))
 
     def normalise(self, x: Tensor) -> Tensor:
-        return rms_norm(x, 1 + self.weight.to(x.dtype), self.eps)
+        return rms.rms_norm(x, 1 + self.weight.to(x.dtype), self.eps)
+
+    def kernel(self, device: torch.device) -> str:
+        return rms.kernel(device)
 
 
 class BiasedRMSNorm(RMSNorm):
@@ -118,7 +134,7 @@ class GroupRMSNorm(RMSNorm):
         self.groups = groups
 
     def normalise(self, x: Tensor) -> Tensor:
-        parts = rms_norm(x.reshape(*x.shape[:-1], self.groups, -1), None, self.eps)
+        parts = rms.rms_norm(x.reshape(*x.shape[:-1], self.groups, -1), None, self.eps)
         return parts.flatten(-2) * self.gain.to(x.dtype)
 
 
@@ -128,6 +144,8 @@ class LearnableEpsRMSNorm(RMSNorm):
     Source: the learnt eps is that of Filter Response Normalization (Singh, Krishnan 2019, arXiv 1911.09737), which
     takes its absolute value; no language model is known to use it.
     """
+
+    kernel = Norm.kernel
 
     def __init__(self, dim: int, *, eps: float = EPS) -> None:
         super().__init__(dim, eps=eps)
@@ -145,6 +163,8 @@ class PartialRMSNorm(RMSNorm):
 
     Source: Zhang, Sennrich 2019, arXiv 1910.07467, section 3 (p = 6.25%; the code takes the first int(d * p)).
     """
+
+    kernel = Norm.kernel
 
     def __init__(self, dim: int, *, eps: float = EPS, p: float = 0.0625) -> None:
         super().__init__(dim, eps=eps)

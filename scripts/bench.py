@@ -40,7 +40,6 @@ EPILOG = """examples:
   The machine should have nothing else to do; its load at the start and the end is recorded.
 """
 MINUTES, GPU_MINUTES = 13.0, 7.0
-WIDTH = 200  # of a table that goes into a file or a pipe
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,13 +73,15 @@ def main(arguments: list[str] | None = None) -> int:
         if rounds < 1:
             raise ValueError(f"--rounds must be >= 1, found {rounds}")
         minutes = asked.minutes if asked.minutes is not None else GPU_MINUTES if asked.gpu else MINUTES
-        return bench(parts, rounds, minutes, asked.out, quick=asked.quick)
+        directory = asked.out or Path("runs") / f"bench-{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
+        directory.mkdir(parents=True, exist_ok=True)
     except ValueError as error:
-        line = str(error)
+        print(f"bench.py: {error}", file=sys.stderr)
+        return REFUSED
     except OSError as error:
-        line = f"{error.filename or ''}: {error.strerror}; --out names another place"
-    print(f"bench.py: {line}", file=sys.stderr)
-    return REFUSED
+        print(f"bench.py: {error.filename}: {error.strerror}; --out names another place", file=sys.stderr)
+        return REFUSED
+    return bench(parts, rounds, minutes, directory, quick=asked.quick)
 
 
 def chosen(only: str | None, *, gpu: bool) -> list[str]:
@@ -99,12 +100,10 @@ def chosen(only: str | None, *, gpu: bool) -> list[str]:
     return [part for part in PARTS if part in wanted]
 
 
-def bench(parts: Sequence[str], rounds: int, minutes: float, out: Path | None, *, quick: bool) -> int:
-    """Measure, print, write. OSError where `out` cannot be written to; 130 for an interrupt, which keeps what was measured."""
+def bench(parts: Sequence[str], rounds: int, minutes: float, directory: Path, *, quick: bool) -> int:
+    """Measure, print, write into `directory`; 130 for an interrupt, which keeps what was measured."""
     from benchmarks import report
 
-    directory = out or Path("runs") / f"bench-{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(3)}"
-    directory.mkdir(parents=True, exist_ok=True)
     began, about, code = time.monotonic(), report.machine() | {"rounds": rounds, "quick": quick}, 0
     about["load at the start"] = report.load()
     taken: list[Row | Point] = []
@@ -115,7 +114,7 @@ def bench(parts: Sequence[str], rounds: int, minutes: float, out: Path | None, *
     about |= {"load at the end": report.load(), "seconds": round(time.monotonic() - began)}
     rows, points = report.parted(taken)
     report.write(rows, points, about, directory)
-    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(markup=False, highlight=False, width=None if sys.stdout.isatty() else report.WIDTH)
     console.print(report.tables(rows, points, about))
     for name in ("bench.txt", "bench.json"):
         console.print(str(directory / name), soft_wrap=True)

@@ -116,17 +116,26 @@ def test_the_bare_loop_takes_the_steps_of_the_run(run):
 
 def test_a_run_is_held_against_the_loop_and_against_itself(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("NORMLAB_CACHE", str(tmp_path))
+    bare = overhead.bare
+
+    def slow(*args, **named):
+        for loss in bare(*args, **named):
+            time.sleep(0.2)
+            yield loss
+
+    monkeypatch.setattr(overhead, "bare", slow)  # a run of the same speed has more than twice its tokens per second
     found = overhead.against_bare([*SMALL, *TEXT, "threads=1"], rounds=3)
-    assert len(found) == 5 and all(0 < ratio < 10 for ratio in found)
+    assert len(found) == 5 and all(ratio > 2 for ratio in found)
     clipped = 0
 
     def count(*_) -> None:
         nonlocal clipped
         clipped += 1
+        time.sleep(0.2)
 
     monkeypatch.setattr(overhead, "clip_grad_norm_", count)
     found = overhead.recording([*SMALL, "threads=1"], rounds=3)
-    assert len(found) == 5 and all(0 < ratio < 100 for ratio in found)
+    assert len(found) == 5 and all(0 < ratio < 0.5 for ratio in found)
     assert clipped == 4  # of 9 steps every second one only clips
 
 

@@ -58,7 +58,7 @@ def test_depth_of_2000_meets_no_limit_of_recursion(tmp_path):
 def test_depth_of_1000_is_compiled_as_one_graph(tmp_path):
     """By the whole compiler. In float32 a fused kernel sums in another order: over 1,000 layers some 1e-5 of the loss."""
     words = ["model.depth=1000", "model.dim=8", "model.heads=1", "model.context=4", "batch=2", "data.val_windows=2"]
-    words += ["steps=3", "save_every=0", "picture=false"]
+    words += ["steps=3", "save_every=0", "picture=false", "model.dropout=0.1"]  # drawn alike in both
     torch._dynamo.utils.counters.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 from data.tokens import Tokens
-from model import rms
-from model.execution import Execution
+from model.norm import Norm
+from model.transformer import Transformer
 
 PACKAGES = ("torch", "lightning", "hydra-core", "datasets", "tokenizers", "wandb", "numpy")
 LightningPrecision = Literal["32-true", "bf16-mixed", "64-true"]
@@ -92,9 +92,8 @@ def threads(asked: int | None, *, tokens: int, dim: int, processes: int = 1) -> 
     """CPU threads: as asked, else one for each 2^15 elements of the stream in a micro-batch (`tokens` * `dim`), at least
     one and at most one a core that the `processes` of this machine share.
 
-    Below that size handing work over costs more than it saves. A rule of shape and cores, never measured at run time:
-    bit equality of two runs is promised at equal threads (which `accumulate`
-    can change, through the size of a micro-batch).
+    Below that size handing work over costs more than it saves. A rule of shape and cores, never measured at run time: bit
+    equality of two runs is promised at equal threads (which `accumulate` can change, through the size of a micro-batch).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return asked or max(1, min(cores // processes, tokens * dim // 2**15))
@@ -114,9 +113,8 @@ def peak_memory(device: str) -> int:
     probe freed can stand on: the C library keeps some of it for later."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    with suppress(
-        OSError
-    ):  # Linux alone has it; getrusage there counts the peak of the process that started this one too
+    # Linux alone has it; getrusage there counts the peak of the process that started this one too
+    with suppress(OSError):
         for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
                 return 1024 * int(line.split()[1])
@@ -126,18 +124,18 @@ def peak_memory(device: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def kernels(device: str) -> dict[str, str]:
-    """What works out norms and attention there where nothing is compiled: speeds of two norms, or of two machines, compare only
-    with that in view. Of attention the backends that are allowed: torch takes the first that can do the shape."""
+def kernels(device: str, norm: Norm | None) -> dict[str, str]:
+    """What works out the run's norms, and attention, there where nothing is compiled: speeds of two norms, or of two machines,
+    compare only with that in view. Of attention the backends that are allowed: torch takes the first that can do the shape."""
     names = ("flash", "mem_efficient", "cudnn", "math") if device == "cuda" else ("flash", "math")
     backends = ", ".join(name for name in names if getattr(torch.backends.cuda, f"{name}_sdp_enabled")())
     return {
-        "norm": f"layer norms: torch F.layer_norm; RMS norms: {rms.kernel(torch.device(device))}",
+        "norm": norm.kernel(torch.device(device)) if norm else "none",
         "attention": "scaled_dot_product_attention" + (f": {backends}" if device != "mps" else ""),
     }
 
 
-def environment(device: str, tokens: Tokens, execution: Execution) -> dict[str, Any]:
+def environment(device: str, tokens: Tokens, model: Transformer) -> dict[str, Any]:
     """What a run's numbers depend on beside its config, and `run`, which its checkpoints are known by."""
     return {
         "run": secrets.token_hex(8),
@@ -147,8 +145,8 @@ def environment(device: str, tokens: Tokens, execution: Execution) -> dict[str, 
         "device": name(device),
         "processor": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
-        "execution": asdict(execution),
-        "kernels": kernels(device),
+        "execution": asdict(model.execution),
+        "kernels": kernels(device, next((part for part in model.modules() if isinstance(part, Norm)), None)),
         "git": _revision(),
         "corpus": {
             "name": tokens.name,

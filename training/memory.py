@@ -2,57 +2,76 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from model.attention import Attention
 from model.execution import Execution
 from model.norm import Norm
 from model.transformer import Transformer
-from training.device import check_compiler
+from training.device import check_compiler, precision
 
 SHARE = 0.5  # of the free memory: the rest is for what a step allocates in passing, and for other jobs
+CGROUPS = Path("/sys/fs/cgroup")
 
 
-def execution(
-    model: Transformer, *, checkpointing: str, compiled: bool, rows: int, device: str
-) -> tuple[Execution, str]:
-    """(How the network runs on micro-batches of `rows` windows, why in words).
+def execution(model: Transformer, plain: dict[str, Any], *, rows: int, device: str) -> tuple[Execution, str]:
+    """(How the network of a checked config runs on micro-batches of `rows` windows a device, why in words).
 
-    ValueError where `checkpointing` asks for what cannot be, since a norm with running statistics would move them twice, and
-    where there is nothing to compile with.
+    ValueError where `model.checkpointing` asks for what cannot be, since a norm with running statistics would move them twice,
+    and where there is nothing to compile with.
     """
-    if compiled:
+    if plain["compile"]:
         check_compiler(device)
         torch.compiler.reset()  # the graphs of another job of this process
+    asked = plain["model"]["checkpointing"]
     statistics = any(isinstance(module, Norm) and module.sees_future for module in model.modules())
-    if checkpointing == "groups" and statistics:
+    if asked == "groups" and statistics:
         raise ValueError(
             "model.checkpointing=groups would move this norm's running statistics twice a step: use "
             "model.checkpointing=none, or another norm"
         )
-    needed = len(model.blocks) * activation_bytes(model.blocks[0], model.context, model.dim) * rows
-    free = free_memory(device)
-    # gradients and two moments, none of which is there yet
-    state = 3 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    sharing = plain["devices"] if device == "cpu" else 1  # the processes of a CPU share one memory
+    needed, free = sharing * activations(model, plain, rows=rows, device=device), free_memory(device)
+    state = sharing * state_bytes(model, plain, device)
     tight = free is not None and needed > SHARE * (free - state)
-    recompute = checkpointing == "groups" or (checkpointing == "auto" and tight and not statistics)
-    chosen = Execution.of(len(model.blocks), recompute=recompute, compiled=compiled)
+    recompute = asked == "groups" or (asked == "auto" and tight and not statistics)
+    chosen = Execution.of(len(model.blocks), recompute=recompute, compiled=plain["compile"])
     there = f" of {_size(free)} free" if free is not None else ""
-    words = f"activations of a step take {_size(needed)}{there}: "
-    words += f"kept of one block in {chosen.recompute}, the rest computed again" if recompute else "kept"
-    words += f"; compiled in groups of {chosen.compiled} blocks" if compiled else ""
+    words = f"activations take about {_size(needed)}, weights and optimizer {_size(state)}{there}: "
+    words += f"kept of one block in {chosen.recompute}, the rest computed again" if recompute else "all are kept"
+    words += f"; compiled in groups of {chosen.compiled} blocks" if plain["compile"] else ""
     return chosen, words
 
 
-def _size(count: int) -> str:
-    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+def state_bytes(model: Transformer, plain: dict[str, Any], device: str) -> int:
+    """Of a device, what is not there yet before the first step: gradients, two moments, on a GPU the weights; of a sharded
+    network this device's part."""
+    wide = 2 if precision(plain["precision"], device) == "64-true" else 1
+    copies = 3 if device == "cpu" else 4
+    parts = plain["devices"] * plain["num_nodes"] if plain["trainer"]["_target_"].endswith(".FSDP") else 1
+    return (
+        wide * copies * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // parts
+    )
 
 
-def activation_bytes(block: nn.Module, context: int, dim: int) -> int:
-    """What autograd keeps of one window in one block for its backward pass, its parameters apart: found by a forward pass
-    of a copy in float32 on the CPU, each piece of memory counted once."""
-    block = copy.deepcopy(block).float()
+def activations(model: Transformer, plain: dict[str, Any], *, rows: int, device: str) -> int:
+    """Bytes that autograd keeps of `rows` windows in all blocks: those of the first, of one window and of two, from which what
+    does not hang on their number is known apart (under bf16-mixed a copy of the weights)."""
+    kind = precision(plain["precision"], device)
+    block = copy.deepcopy(model.blocks[0]).to(torch.float64 if kind == "64-true" else torch.float32)
+    for module in block.modules():
+        if isinstance(module, Attention) and device != "cpu":
+            module.dropout = 0.0  # a CPU's attention keeps all scores where it drops some, a GPU's does not
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16-mixed"):
+        one, two = (_kept(block, (count, model.context, model.dim)) for count in (1, 2))
+    return len(model.blocks) * (one + (two - one) * (rows - 1))
+
+
+def _kept(block: nn.Module, shape: tuple[int, int, int]) -> int:
+    """Bytes that autograd keeps of a forward pass on the CPU, parameters apart, each piece of memory counted once."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
     kept: dict[int, int] = {}
 
@@ -62,24 +81,47 @@ def activation_bytes(block: nn.Module, context: int, dim: int) -> int:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
+    dtype = next(block.parameters()).dtype
     with torch.random.fork_rng([]), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        output = block(torch.zeros(1, context, dim, requires_grad=True))
+        output = block(torch.zeros(shape, dtype=dtype, requires_grad=True))
     del output
     return sum(kept.values())
 
 
 def free_memory(device: str) -> int | None:
-    """Bytes that a process can still have: of the GPU's, or of the machine's and of its container's; None where no one says."""
+    """Bytes that this process can still have: of the GPU's, or of the machine's and of the control groups that it is in; None
+    where no one says."""
     if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if device != "cpu":
         return None
-    found = []
+    lines = _numbers(Path("/proc/meminfo"), unit=1024)
+    found = [lines["MemAvailable"]] if "MemAvailable" in lines else []
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-        found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="utf-8") for name in ("max", "current"))
-        found += [int(limit) - int(used)] if limit.strip() != "max" else []
-    except (OSError, ValueError):
-        pass
+        inside = Path("/proc/self/cgroup").read_text(encoding="utf-8").partition("::")[2].strip()
+    except OSError:
+        inside = ""
+    here = CGROUPS / inside.lstrip("/")
+    for group in (here, *here.parents[: len(here.parts) - len(CGROUPS.parts)]):
+        try:
+            limit, used = (
+                (group / f"memory.{name}").read_text(encoding="utf-8").strip() for name in ("max", "current")
+            )
+        except OSError:
+            continue
+        if limit != "max":  # what files have been read into counts as used, and is given back when it is wanted
+            found.append(int(limit) - int(used) + _numbers(group / "memory.stat").get("inactive_file", 0))
     return min(found, default=None)
+
+
+def _numbers(path: Path, *, unit: int = 1) -> dict[str, int]:
+    """Of a file of the kernel with a name and a number a line; empty where it is not there."""
+    try:
+        lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError:
+        return {}
+    return {words[0].rstrip(":"): unit * int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

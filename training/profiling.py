@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from rich import box
 from rich.console import Console
@@ -31,8 +32,8 @@ BETWEEN, OTHER = "between operations: Python, autograd, dispatch", "elementwise,
 # of operations, of what autograd calls their backward, and of a GPU's kernels; the first that fits
 KINDS = {
     "attention": r"scaled_?dot_?product|flash|fmha|attention",
-    "norms": r"(layer|rms|batch)_?norm",
-    "loss": r"cross_?entropy|softmax|nll_?loss",
+    "norms": r"(layer|rms|batch)_?norm|GammaBeta|RowwiseMoments",
+    "loss": r"cross_?entropy|log_?softmax|nll_?loss|softmax_?(warp|forward|backward)",
     "optimizer, gradient norms, clipping": r"_fused_(adam|sgd)|_foreach_|multi_tensor",
     "matrix products": r"aten::(add)?b?mm\b|gemm|cutlass|nvjet",
     "activation": r"gelu|silu",
@@ -77,15 +78,16 @@ class Profile(Callback):
     read both) and `profile/table.txt`, which is printed when the run ends.
 
     The record is that of a run without it; into the speed no step counts up to the last that is traced. What is done between
-    two steps (a validation, a checkpoint, a probe) counts into the second.
+    two steps (a validation, a checkpoint, a probe) counts into the second. A GPU is waited for after each of these steps, so
+    that a step is what it has done, not what it has been told.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._profiler: profile | None = None
         self._task: Task | None = None
-        self._steps = 0
-        self._said = "profile=true: the run ended before there was a step to trace"
+        self._steps, self._started = 0, False
+        self._said = "profile=true: the run ended before the steps to trace were taken"
 
     def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
         assert isinstance(task, Task)
@@ -99,11 +101,18 @@ class Profile(Callback):
             schedule=lambda step: steps[step] if step < len(steps) else ProfilerAction.NONE,
             on_trace_ready=self._keep,
         )
-        self._profiler.start()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Here, so that the validation before the first step is no part of it."""
+        if self._profiler and not self._started:
+            self._started = True
+            self._profiler.start()
 
     def on_train_batch_end(self, trainer: pl.Trainer, task: pl.LightningModule, *_: Any) -> None:
         if self._profiler and ends_step(trainer, task):
             assert isinstance(task, Task)
+            if task.device.type != "cpu":
+                torch.accelerator.synchronize()
             task.recorder.pause()
             self._profiler.step()
             self._steps -= 1
@@ -111,19 +120,23 @@ class Profile(Callback):
                 self._stop()
 
     def on_train_end(self, *_: Any) -> None:
-        self._stop()
+        self._drop()
 
     def on_exception(self, *_: Any) -> None:
-        if self._profiler:
-            self._profiler.on_trace_ready = None
-            self._stop()
+        self._drop()
 
     def on_fit_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.is_global_zero:
             print(self._said, flush=True)
 
-    def _stop(self) -> None:
+    def _drop(self) -> None:
+        """A trace that has not come to its end would count what followed the last step as another."""
         if self._profiler:
+            self._profiler.on_trace_ready = None
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._profiler and self._started:
             self._profiler.stop()
         self._profiler = self._task = None
 
@@ -135,7 +148,7 @@ class Profile(Callback):
         with self._task.recorder.aside(device):
             self.directory.mkdir(exist_ok=True)
             path = write_trace(profiler, self.directory)
-            text = tables(*costs(traced.events()), device.type)
+            text = tables(*costs(traced.events()), device=device.type)
             replace(self.directory / "table.txt", text)
         self._said = f"{text}profile: {path}"
 
@@ -157,9 +170,9 @@ def write_trace(profiler: profile, directory: Path) -> Path:
         unfinished.unlink(missing_ok=True)
 
 
-def costs(events: Iterable[Any]) -> tuple[int, int, list[Cost]]:
-    """(Steps traced, nanoseconds that they took, what each operation cost, the dearest first), from the profiler's events: of
-    a device's kernels where there are any, else of the CPU's operations. torch's own sums (`key_averages`) take half a minute
+def costs(events: Iterable[Any]) -> tuple[int, int, list[Cost], bool]:
+    """(Steps traced, nanoseconds that they took, what each operation cost, the dearest first, whether these are a device's
+    kernels), from the profiler's events: of kernels where there are any, else of the CPU's operations. torch's own sums (`key_averages`) take half a minute
     and a gigabyte for 1,000 layers."""
     host: list[Span] = []
     device: list[Span] = []
@@ -178,7 +191,8 @@ def costs(events: Iterable[Any]) -> tuple[int, int, list[Cost]]:
         key = ("(between operations)" if of_kind == BETWEEN else name, of_kind)
         calls[key] += 1
         total[key] += time
-    return len(steps), sum(steps), [Cost(*key, calls[key], time) for key, time in total.most_common()]
+    found = [Cost(*key, calls[key], time) for key, time in total.most_common()]
+    return len(steps), sum(steps), found, bool(device)
 
 
 def self_times(spans: Iterable[Span]) -> Iterator[tuple[str, str, int]]:
@@ -209,8 +223,9 @@ def _kind(name: str) -> str | None:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE)), None)
 
 
-def tables(steps: int, wall: int, found: Sequence[Cost], device: str) -> str:
-    """The dearest operations, and what kind of work the time goes into, in % of all self time."""
+def tables(steps: int, wall: int, found: Sequence[Cost], kernels: bool, device: str) -> str:
+    """The dearest operations, and what kind of work the time goes into, in % of all self time; the arguments as from
+    `costs`."""
     whole_time = sum(cost.self_time for cost in found) or 1
     names: Counter[str] = Counter()
     kinds: Counter[str] = Counter()
@@ -231,7 +246,8 @@ def tables(steps: int, wall: int, found: Sequence[Cost], device: str) -> str:
         by_kind.add_row(kind, *row(time))
     text = StringIO()
     console = Console(file=text, width=110, markup=False, highlight=False)
-    busy = f", kernels in {100 * whole_time / wall:.0f} % of it" if device != "cpu" else ""
+    host = ", operations of the host, since no kernel was traced" if device != "cpu" else ""
+    busy = f", kernels in {100 * whole_time / wall:.0f} % of it" if kernels else host
     console.print(f"{steps} profiled step{'s' * (steps > 1)} on {device}: {wall / steps / 1e6:.1f} ms a step{busy}")
     console.print(dearest, by_kind)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip() + "\n"

@@ -146,6 +146,23 @@ def test_compiled_groups_can_be_recomputed(counter):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("how", [Execution(compiled=2), Execution(recompute=4, compiled=2)], ids=str)
+def test_under_bf16_the_compiler_keeps_and_recomputes_what_it_should(monkeypatch, how: Execution):
+    """With its own backward pass, which `backend="eager"` leaves to autograd. Of bfloat16 products summed in float32."""
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(through, backend=counter, fullgraph=True, dynamic=False)
+    monkeypatch.setattr(execution, "_compiled", lambda: compiled)
+    model = network("model.depth=8")
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, found = step(model), step(model, how)
+        found = step(model, how)
+    assert counter.frame_count == 1
+    for x, y in zip(found, plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=1e-3)
+    torch.compiler.reset()
+
+
 @pytest.mark.parametrize("at_once", [1, 5, 31, 32])
 def test_the_loss_in_parts_is_the_loss(monkeypatch: pytest.MonkeyPatch, at_once: int):
     """In float64 both are sums of 32 terms in another order: 32 * 2^-53 of values near 3."""

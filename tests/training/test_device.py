@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from tests.conftest import network
 from training import device as machine
 
 
@@ -28,12 +29,28 @@ def test_precision_by_device():
 def test_the_record_says_which_kernels_ran(run):
     _, summary = run("steps=1")
     said = json.loads((summary["directory"] / "environment.json").read_text())["kernels"]
-    assert said == machine.kernels("cpu")
-    assert said["attention"] == "scaled_dot_product_attention: flash, math"
+    assert said == {
+        "norm": "autograd function of model/rms.py",
+        "attention": "scaled_dot_product_attention: flash, math",
+    }
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        assert machine.kernels("cpu")["attention"] == "scaled_dot_product_attention: math"
-        assert machine.kernels("cuda")["attention"] == "scaled_dot_product_attention: math"
+        for device in ("cpu", "cuda"):
+            assert machine.kernels(device, None)["attention"] == "scaled_dot_product_attention: math"
     for backend in ("flash", "math", "mem_efficient", "cudnn"):
-        assert backend in machine.kernels("cuda")["attention"]
-    assert machine.kernels("cuda")["norm"] == "layer norms: torch F.layer_norm; RMS norms: torch F.rms_norm"
-    assert machine.kernels("cpu")["norm"].endswith("RMS norms: autograd function of model/rms.py")
+        assert backend in machine.kernels("cuda", None)["attention"]
+
+
+@pytest.mark.parametrize(
+    "norm, cpu, cuda",
+    [
+        ("layernorm", "torch F.layer_norm", "torch F.layer_norm"),
+        ("zero_rmsnorm", "autograd function of model/rms.py", "torch F.rms_norm"),
+        ("group_rmsnorm", "autograd function of model/rms.py", "torch F.rms_norm"),
+        ("partial_rmsnorm", "plain operations", "plain operations"),
+        ("learnable_eps_rmsnorm", "plain operations", "plain operations"),
+        ("batchnorm", "plain operations", "plain operations"),
+    ],
+)
+def test_a_norm_names_its_kernel(norm: str, cpu: str, cuda: str):
+    module = network(f"norm={norm}").head.norm
+    assert [machine.kernels(device, module)["norm"] for device in ("cpu", "cuda")] == [cpu, cuda]

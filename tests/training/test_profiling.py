@@ -90,10 +90,12 @@ def test_a_device_is_judged_by_its_kernels():
         Event("void at::native::vectorized_layer_norm_kernel", 60, 70, device="CUDA"),
         Event("ProfilerStep#4", 0, 100, device="CUDA", annotation=True),
     ]
-    steps, wall, found = costs(events)
-    assert (steps, wall) == (1, 100)
+    steps, wall, found, kernels = costs(events)
+    assert (steps, wall, kernels) == (1, 100, True)
     assert [(cost.kind, cost.calls, cost.self_time) for cost in found] == [("matrix products", 2, 40), ("norms", 1, 10)]
-    assert "kernels in 50 % of it" in tables(steps, wall, found, "cuda")
+    assert "kernels in 50 % of it" in tables(steps, wall, found, kernels, "cuda")
+    said = tables(*costs(events[:2]), device="mps").splitlines()[0]
+    assert said.endswith("ms a step, operations of the host, since no kernel was traced")
 
 
 @pytest.mark.parametrize(
@@ -112,6 +114,10 @@ def test_a_device_is_judged_by_its_kernels():
         "aten::_scaled_dot_product_flash_attention_for_cpu": "attention",
         "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__": "windows",
         "aten::nll_loss_forward": "loss",
+        "aten::_log_softmax": "loss",
+        "aten::_safe_softmax": None,
+        "void (anonymous namespace)::softmax_warp_forward<float, float, float, 8, true, false>": "loss",
+        "void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernelTemplate<float, float, 64u>": "norms",
         "aten::mul": None,
     }.items(),
 )
@@ -171,7 +177,29 @@ def test_a_run_that_ends_too_soon_says_so(run, capsys):
         "steps=40", "picture=false", "patience=1", "optimizer.lr=1e38", "clip=0", "schedule=constant", "profile=true"
     )
     assert summary["verdict"] == "diverged" and summary["steps_done"] < 5
-    assert "profile=true: the run ended before there was a step to trace" in capsys.readouterr().out
+    assert "profile=true: the run ended before the steps to trace were taken" in capsys.readouterr().out
+
+
+def test_a_trace_that_is_cut_short_is_none(run, monkeypatch, capsys):
+    """After step 6 of the steps 5 to 7: the second step would be what is done at the end of a run."""
+    original = Task.training_step
+
+    def ending(task, *args):
+        task.trainer.should_stop = task.trainer.global_step == 5
+        return original(task, *args)
+
+    monkeypatch.setattr(Task, "training_step", ending)
+    _, summary = run("steps=9", "picture=false", "profile=true")
+    assert summary["steps_done"] == 6 and not (summary["directory"] / "profile").exists()
+    assert "profile=true: the run ended before the steps to trace were taken" in capsys.readouterr().out
+
+
+def test_the_first_step_is_traced_without_the_validation_before_it(run):
+    """In which the head's product is made once a validation batch, and never twice back."""
+    _, summary = run("steps=1", "picture=false", "profile=true")
+    text = (summary["directory"] / "profile" / "table.txt").read_text()
+    (mm,) = (line.split() for line in text.splitlines() if line.strip().startswith("aten::mm "))
+    assert mm[-1] == str(3 * (6 * 2 + 1))
 
 
 def test_a_run_that_fails_leaves_no_profiler_running(run, monkeypatch):
