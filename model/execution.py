@@ -79,8 +79,9 @@ def groups(blocks: Sequence[nn.Module], size: int) -> list[Sequence[nn.Module]]:
 @cache  # made when it is wanted: the compiler takes a second to load
 def _compiled() -> Callable[[Sequence[nn.Module], Tensor], Tensor]:
     """`through`, compiled: blocks that differ in nothing but their parameters are one graph, since none reads its number.
-    Dropout draws as it does eagerly, so that the two are one run but for rounding."""
-    return torch.compile(through, fullgraph=True, dynamic=False, options={"fallback_random": True})
+    Coefficients that differ from block to block become an input of a second one. Dropout draws as it does eagerly, so that
+    the two are one run but for rounding."""
+    return torch.compile(through, fullgraph=True, options={"fallback_random": True})
 
 
 def cross_entropy(head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, vocab: int) -> Tensor:

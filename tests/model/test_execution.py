@@ -84,7 +84,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompileCounterWithBacke
     """Counts the graphs that are made, and runs them eagerly."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(through, backend=counter, fullgraph=True, dynamic=False)
+    compiled = torch.compile(through, backend=counter, fullgraph=True)
     monkeypatch.setattr(execution, "_compiled", lambda: compiled)
     yield counter
     torch.compiler.reset()
@@ -115,6 +115,17 @@ def test_equal_groups_are_one_graph_over_training_and_validation(counter, words:
     assert counter.frame_count == graphs
     for x, y in zip(compiled, plain, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_coefficients_that_differ_from_block_to_block_are_an_input(counter):
+    """Not a graph for each, up to a limit of eight."""
+    model = network("model.depth=24")
+    for layer, block in enumerate(model.blocks, start=1):
+        block.attention.stream.s = block.ffn.stream.s = layer**-0.5
+    plain = step(model)
+    for x, y in zip(step(model, Execution(compiled=2)), plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 2
 
 
 @pytest.mark.slow
@@ -151,7 +162,7 @@ def test_under_bf16_the_compiler_keeps_and_recomputes_what_it_should(monkeypatch
     """With its own backward pass, which `backend="eager"` leaves to autograd. Of bfloat16 products summed in float32."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(through, backend=counter, fullgraph=True, dynamic=False)
+    compiled = torch.compile(through, backend=counter, fullgraph=True)
     monkeypatch.setattr(execution, "_compiled", lambda: compiled)
     model = network("model.depth=8")
     with torch.autocast("cpu", torch.bfloat16):

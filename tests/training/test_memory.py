@@ -150,7 +150,7 @@ def test_a_run_that_recomputes_is_the_same_run(run, capsys):
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch):
     """The compiler's front half alone: the graphs that it finds are run eagerly."""
-    compiled = torch.compile(through, backend="eager", fullgraph=True, dynamic=False)
+    compiled = torch.compile(through, backend="eager", fullgraph=True)
     monkeypatch.setattr(execution_module, "_compiled", lambda: compiled)
     yield
     torch.compiler.reset()
