@@ -29,14 +29,16 @@ from conf import resume
 from conf.check import check, check_hydra, check_network, unlisted
 from conf.explain import explain, own_words, where
 from conf.help import text as help_text
-from conf.output import guarded, logged
+from conf.output import guarded, logged, silence
 from conf.schema import AXES
 from conf.sweep import PENALTY, Lost, Remember, Sweep, without_schemas
 from stability import sweep as jobs
 from stability.records import lost, mapping, without_steps
 from stability.verdict import DIVERGED, FAILED, REFUSED
 from stability.whole import document, replace
-from training.ranks import RankLost, Ranks, Start, follows, rank, same_command
+from training.launch import follows, listen, same_command
+from training.meeting import RankLost, Start
+from training.ranks import Ranks
 from training.signals import REQUEUE, Interrupted, Signals, requeue, requeued
 from training.strategy import check_sharing
 
@@ -115,6 +117,8 @@ def train(
     if sweep and plain["devices"] * plain["num_nodes"] > 1:
         raise ValueError("devices, num_nodes: a job of a sweep has one device")
     ranks = Ranks(plain["devices"], plain["num_nodes"])
+    if not ranks.first:
+        _hush()
     with Signals() as signals, ranks, resume.claimed(directory) if ranks.first else nullcontext():
         before = resume.recorded(plain, directory) if ranks.first else resume.Before(directory)
         verdict = before.summary.get("verdict")
@@ -238,6 +242,9 @@ def job(cfg: DictConfig) -> float:
         code = _usage(own_words(error))
     except OSError as error:
         code = _usage(where(error))
+    except RankLost as error:
+        print(f"normlab: {error}", file=sys.stderr)
+        code = FAILED
     finally:
         if directory.is_dir() and not any(directory.iterdir()):
             directory.rmdir()
@@ -275,14 +282,22 @@ def _one_of_many(cfg: DictConfig, directory: Path, axes: dict[str, str], words: 
 
 def main() -> None:
     """The command line. A sweep ends with its table, and with 1 where a job was refused, failed or diverged."""
-    with guarded(silent=follows()):
+    with guarded():
+        if follows():
+            _hush()
         code = _run()
         if (sweep := Remember.sweep) and code != REFUSED:
             ended = _end(sweep, whole=code == 0)
             code = code or ended
-        if code == 128 + REQUEUE and not rank():
+        if code == 128 + REQUEUE and Signals.spoken:
             requeue()
     sys.exit(code)
+
+
+def _hush() -> None:
+    """Of the ranks of a run the first alone speaks."""
+    Signals.spoken = False
+    silence()
 
 
 def _end(sweep: Sweep, *, whole: bool) -> int:
@@ -307,6 +322,7 @@ def _run() -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise them here, not print them with advice
     try:
         with Signals() as signals, signals.at_once(), ExitStack() as Remember.until_end:
+            listen()
             sys.argv[1:] = unlisted(resume.as_overrides(sys.argv[1:]))
             check_hydra(sys.argv[1:])
             without_schemas()
@@ -322,7 +338,7 @@ def _run() -> int:
     except Interrupted as stop:
         print(f"normlab: {stop}", file=sys.stderr)
         return 128 + stop.number
-    except (Lost, RankLost) as error:
+    except Lost as error:
         print(f"normlab: {error}", file=sys.stderr)
         return FAILED
     return 0

@@ -49,11 +49,17 @@ def _write(file: TextIO, text: str) -> None:
 
 
 @contextmanager
-def guarded(*, silent: bool = False) -> Iterator[None]:
-    """The program's own two streams as such outputs; `silent`: with nobody at their end."""
-    out, err = (Output(), Output()) if silent else (Output(sys.stdout), Output(sys.stderr))
-    with redirect_stdout(out), redirect_stderr(err):
+def guarded() -> Iterator[None]:
+    """The program's own two streams as such outputs."""
+    with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
         yield
+
+
+def silence() -> None:
+    """Nobody is at the end of guarded streams any more."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, Output):
+            stream.files.clear()
 
 
 @contextmanager

@@ -37,20 +37,13 @@ class Windows(Dataset[Tensor]):
         rank: int = 0,
         world: int = 1,
     ):
-        if batch < 1 or accumulate < 1:
-            raise ValueError(f"batch={batch} accumulate={accumulate}: both need to be at least 1")
-        if batch % (accumulate * world):
-            raise ValueError(
-                f"batch={batch}: needs a multiple of accumulate * devices = {accumulate} * {world}; "
-                f"use batch={-(-batch // (accumulate * world)) * accumulate * world}, or another accumulate"
-            )
+        self.rows = rows(batch, accumulate, world)
         if seed < 0:
             raise ValueError(f"seed={seed}: needs a whole number of at least 0")
         if len(tokens) < context + 1:
             raise ValueError(f"model.context={context}: {len(tokens)} tokens found, {context + 1} needed")
         self.tokens, self.context, self.batch, self.accumulate, self.steps = tokens, context, batch, accumulate, steps
         self.seed, self.rank, self.world = seed, rank, world
-        self.rows = batch // (accumulate * world)
         # as many as fit behind the largest phase: every epoch has the same number, so that a step's epoch is a division
         self.windows_per_epoch = max(1, (len(tokens) - context) // context)
         self._epoch = (-1, np.empty(0, np.int64))
@@ -71,7 +64,7 @@ class Windows(Dataset[Tensor]):
 
     def of_all_ranks(self, item: int) -> list[Tensor]:
         """Micro-batch `item` of each rank, which together are that of one device."""
-        return [self.share(rank, self.world)[item] for rank in range(self.world)]
+        return [gather(self.tokens, self._starts(item, rank), self.context) for rank in range(self.world)]
 
     def _with(self, **other: int) -> "Windows":
         sizes = {"batch": self.batch, "accumulate": self.accumulate, "steps": self.steps, "context": self.context}
@@ -81,7 +74,10 @@ class Windows(Dataset[Tensor]):
         """Where the windows of micro-batch `item` start in the tokens. Raises IndexError outside the run."""
         if not 0 <= item < len(self):
             raise IndexError(f"micro-batch {item} of {len(self)}")
-        first = (item * self.world + self.rank) * self.rows
+        return self._starts(item, self.rank)
+
+    def _starts(self, item: int, rank: int) -> np.ndarray:
+        first = (item * self.world + rank) * self.rows
         epochs, slots = np.divmod(np.arange(first, first + self.rows), self.windows_per_epoch)
         return np.array([self._order(epoch)[slot] for epoch, slot in zip(epochs.tolist(), slots.tolist(), strict=True)])
 
@@ -92,6 +88,18 @@ class Windows(Dataset[Tensor]):
             phase = rng.integers(min(self.context, len(self.tokens) - span))
             self._epoch = (epoch, phase + self.context * rng.permutation(self.windows_per_epoch))
         return self._epoch[1]
+
+
+def rows(batch: int, accumulate: int, world: int) -> int:
+    """Windows of a micro-batch on each of `world` devices. Raises ValueError where `batch` has no equal shares."""
+    if batch < 1 or accumulate < 1:
+        raise ValueError(f"batch={batch} accumulate={accumulate}: both need to be at least 1")
+    if batch % (accumulate * world):
+        raise ValueError(
+            f"batch={batch}: needs a multiple of accumulate * devices = {accumulate} * {world}; "
+            f"use batch={-(-batch // (accumulate * world)) * accumulate * world}, or another accumulate"
+        )
+    return batch // (accumulate * world)
 
 
 def gather(tokens: np.ndarray, starts: np.ndarray, context: int) -> Tensor:

@@ -25,6 +25,8 @@ class GradientNorms:
             chosen = np.array([e.matrix == name and e.kind == "matrix" for e in entries])
             if chosen.any():
                 self._rows[name] = (chosen, layer)
+        sharded = any(hasattr(entry.parameter, "full_tensor") for entry in entries)
+        self._norms = _norms_of_parts if sharded else _norms
         self._ends = {part: np.array([e.part == part for e in entries]) for part in ("embed", "head")}
 
     def measure(self) -> Tensor:
@@ -32,15 +34,12 @@ class GradientNorms:
 
         One `_foreach_norm` for all parameters, and where each rank has a part of them one message; nothing is sent to the host.
         """
-        gradients = {i: e.parameter.grad for i, e in enumerate(self.entries) if e.parameter.grad is not None}
-        double = any(g.dtype == torch.float64 for g in gradients.values())
-        dtype = torch.float64 if double else torch.float32
-        norms: dict[int, Tensor] = {}
-        for sharded in (False, True):
-            chosen = {i: g for i, g in gradients.items() if hasattr(g, "full_tensor") == sharded}
-            norms |= zip(chosen, _norms(list(chosen.values()), dtype), strict=True)
+        gradients = [entry.parameter.grad for entry in self.entries]
+        present = [gradient for gradient in gradients if gradient is not None]
+        dtype = torch.float64 if present and present[0].dtype == torch.float64 else torch.float32
+        norms = iter(self._norms(present, dtype))
         zero = torch.zeros((), dtype=dtype, device=self.entries[0].parameter.device)
-        return torch.stack([norms.get(i, zero) for i in range(len(self.entries))])
+        return torch.stack([zero if gradient is None else next(norms) for gradient in gradients])
 
     def table(self, norms: np.ndarray) -> dict[str, Any]:
         """`grad_norm` of a record: total, embed, head, and an array over the layers for each part and each matrix.
@@ -62,9 +61,14 @@ class GradientNorms:
         return heads[0] if heads else max(bad, key=lambda entry: entry.layer, default=None)
 
 
-def _norms(gradients: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Of gradients that are all whole, or all sharded: the norms of the whole ones, of which each rank has a part."""
-    if not gradients:
-        return []
-    norms: Any = torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype))
-    return list((norms.full_tensor() if hasattr(norms, "full_tensor") else norms).unbind())
+def _norms(gradients: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    return torch._foreach_norm(gradients, 2, dtype=dtype) if gradients else ()
+
+
+def _norms_of_parts(gradients: list[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Of gradients of which each rank has a part, but for some that are whole: the norms of the whole ones."""
+    parted = [hasattr(gradient, "full_tensor") for gradient in gradients]
+    whole = iter(_norms([g for g, parts in zip(gradients, parted, strict=True) if not parts], dtype))
+    parts: Any = torch.stack(list(_norms([g for g, parts in zip(gradients, parted, strict=True) if parts], dtype)))
+    together = iter(parts.full_tensor().unbind())
+    return [next(together if parts else whole) for parts in parted]

@@ -89,13 +89,17 @@ def _finite(model: torch.nn.Module) -> bool:
 
 
 class WholeFiles(CheckpointIO):
-    """Has Lightning read and write checkpoints as `training/checkpoint.py` does."""
+    """Has Lightning read and write checkpoints as `training/checkpoint.py` does. `mapped`: read from the file as they are taken,
+    for ranks of which each would have the whole in memory; the file may be replaced meanwhile."""
+
+    def __init__(self, *, mapped: bool = False) -> None:
+        self.mapped = mapped
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         save(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=self.mapped)
 
     def remove_checkpoint(self, path: Any) -> None:
         Path(path).unlink(missing_ok=True)

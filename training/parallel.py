@@ -3,6 +3,7 @@
 A checkpoint is the same file in either, and that of one device: whole tensors, under the same names and numbers.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +28,11 @@ class Replicated(DDPStrategy):
         super().__init__(broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def _configure_launcher(self) -> None: ...
+
+    def setup_distributed(self) -> None:
+        """Each rank has its own seed by now, where Lightning would give all of them the one in its variable."""
+        os.environ.pop("PL_GLOBAL_SEED", None)
+        super().setup_distributed()
 
 
 class Sharded(Replicated):

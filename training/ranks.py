@@ -1,172 +1,135 @@
-"""The processes of a run, one a device: which of them this is, how the others are started, how all of them end.
+"""The processes of a run, one a device: which of them this is, what they tell each other, how all end.
 
 Rank 0 has the directory, the voice and the decisions. It starts the others once all is checked, unless torchrun or Slurm
 has; they go through `train.py` like it, are told where to begin, keep their numbers and write nothing. Without torch until
 they meet, so that a bad command line is answered at once.
 """
 
-import json
 import os
 import re
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from signal import Signals as Number
 from typing import TYPE_CHECKING, Any
 
-from stability.verdict import DIVERGED, FAILED
+from stability.verdict import FAILED
+from training.launch import Others, rank, started_by
+from training.meeting import Meeting, RankLost, Start, distributed
 from training.signals import STOPS, Signals
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-    from model.execution import Execution
-
-PARENT = "NORMLAB_RANK_0"  # in the environment of a rank that rank 0 has started: the number of its process
-TOLD, HERE = "normlab/told", "normlab/here"
 GRACE = 10.0  # seconds that a collective has to raise when a rank is lost; under NCCL it can wait for ever
-ENDED_WELL = (0, DIVERGED, *(128 + number for number in STOPS))
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where all ranks begin: the run's directory and id, its checkpoint and the steps that it has done, threads a process, how
-    the network is run."""
-
-    directory: Path
-    checkpoint: Path | None
-    steps: int
-    run: str
-    threads: int
-    execution: "Execution"
-
-    def dumped(self) -> str:
-        return json.dumps(asdict(self), default=str)
-
-    @classmethod
-    def loaded(cls, text: str | bytes) -> "Start":
-        from model.execution import Execution
-
-        known = json.loads(text)
-        paths = {name: known[name] and Path(known[name]) for name in ("directory", "checkpoint")}
-        return cls(**known | paths | {"execution": Execution(**known["execution"])})
-
-
-class RankLost(RuntimeError):
-    """Another process of the run has ended before its time."""
-
-
-def started_by() -> str:
-    """Who has started several processes of this run: rank 0, torchrun, srun; empty where there is one, or this is the first."""
-    if PARENT in os.environ:
-        return "rank 0"
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun"
-    return "srun" if int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1 else ""
-
-
-def rank() -> int:
-    """From 0, of this process, as whoever started it says."""
-    by = started_by()
-    return int(os.environ["SLURM_PROCID" if by == "srun" else "RANK"]) if by else 0
+GLOO = re.compile(r"(Gloo \w+ failed with )?\[\S*\bgloo/\S+:\d+\] ")  # how an error of its own begins
 
 
 class Ranks:
     """`world` processes, `rank` of them this one, `local` its number on this machine. As a context it ends with the run:
-    ranks that rank 0 has started end with it, and those that wait for it are let go.
+    ranks that rank 0 has started end with it, those that wait for it are let go, and why another has failed is said.
+
+    One device is a run of its own, whoever has started the process; but torchrun starts processes of one run alone.
 
     Raises ValueError, one line, where those that were started are not those asked for.
     """
 
     def __init__(self, devices: int, num_nodes: int) -> None:
-        self.rank, self.world, self.by = rank(), devices * num_nodes, started_by()
-        self.local = int(os.environ["SLURM_LOCALID" if self.by == "srun" else "LOCAL_RANK"]) if self.by else 0
-        there = (
-            int(os.environ["SLURM_STEP_NUM_TASKS" if self.by == "srun" else "WORLD_SIZE"]) if self.by else self.world
-        )
-        if there != self.world or self.local >= devices:
+        self.world, by = devices * num_nodes, started_by()
+        self.by = by if self.world > 1 else ""
+        there = int(os.environ["SLURM_STEP_NUM_TASKS" if by == "srun" else "WORLD_SIZE"]) if by else self.world
+        self.rank = rank() if self.by else 0
+        self.local = int(os.environ["SLURM_LOCALID" if by == "srun" else "LOCAL_RANK"]) if self.by else 0
+        if (there != self.world and (self.by or by == "torchrun")) or self.local >= devices:
             raise ValueError(
-                f"devices={devices} num_nodes={num_nodes}: {self.by} has started {there} processes; devices is those of one machine"
+                f"devices={devices} num_nodes={num_nodes}: {by} has started {there} processes; devices is those of one machine"
             )
         if num_nodes > 1 and not self.by:
             raise ValueError(f"num_nodes={num_nodes}: torchrun or srun starts the same command on each machine")
         if self.by == "srun" and "SLURM_NTASKS_PER_NODE" not in os.environ:
             raise ValueError(f"devices={devices}: say --ntasks-per-node={devices} to sbatch or srun")
-        self._store: Any = None  # torch's, where the ranks meet
-        self._others: dict[int, subprocess.Popen[bytes]] = {}
-        self._failed: list[tuple[int, int]] = []  # of these, as they ended: rank, exit code
-        self._met = self._broken = self._over = False
+        self._meeting = Meeting(self.rank, self.world, self.by)
+        self._others = Others(self.world, self._unless_apart)
+        self._heard = self._in_order = False
+        self._met, self._apart = threading.Event(), threading.Event()  # all are there; none waits for another any more
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
+    @property
+    def together(self) -> bool:
+        """Whether a message to all would arrive, as far as is known."""
+        return not self._apart.is_set()
+
     def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._over, well = True, self._met and not self._broken and kind is None
-        if self.first and self.by and self.world > 1 and not self._met:
-            self._dismiss()
-        for other in self._others.values():
-            try:
-                other.wait(GRACE if well else 0)
-            except subprocess.TimeoutExpired:
-                other.kill()
-                other.wait()
-        if well:
-            _torch_distributed().destroy_process_group()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
+        self._apart.set()
+        try:
+            if not self.first and not self._heard:
+                self._meeting.part(lambda: self._say(error))
+            elif not self.first and not (self._met.is_set() and kind is RankLost):
+                self._say(error)
+            elif self.first and self.by and not self._met.is_set():
+                self._meeting.dismiss()
+        except distributed().DistError:
+            self._say(error)
+        self._others.end(GRACE if self._in_order and kind is None else 0)
 
     def start(self, command: Callable[[], list[str]]) -> None:
         """The other ranks, by `command`, where this is the first and nobody has."""
         if self.world == 1 or self.by:
             return
-        mine = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(self.world)}
-        os.environ |= mine | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._meeting_place().port)}
-        for number in range(1, self.world):
-            environment = os.environ | {PARENT: str(os.getpid()), "RANK": str(number), "LOCAL_RANK": str(number)}
-            self._others[number] = subprocess.Popen(command(), env=environment, stdin=subprocess.DEVNULL)
-            threading.Thread(target=self._watch, args=(number,), daemon=True).start()
+        words, mine = command(), {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(self.world)}
+        os.environ |= mine | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._meeting.serve())}
+        self._others.start(words)
 
     def meet(self, start: Start, signals: Signals, device: str) -> Start | None:
         """Rank 0's `start`, once all are there; None where it has nothing to do.
 
-        Raises Interrupted for a signal meanwhile, RankLost for a rank that ended.
+        Raises Interrupted for a signal meanwhile, RankLost for a rank that ended or does not come.
         """
         if self.world == 1:
             return start
         import torch
 
-        dist = _torch_distributed()
+        dist, place = distributed(), torch.device("cuda", self.local) if device == "cuda" else None
         try:
-            store = self._meeting_place()
             if self.first:
-                store.set(TOLD, start.dumped())
+                self._meeting.tell(start)
             else:
-                _until(lambda: store.check([TOLD]), signals.check)
-                told = store.get(TOLD)
-                store.add(HERE, 1)
-                if not told:
+                told = self._meeting.hear(signals.check)
+                self._heard = True
+                if told is None:
                     return None
-                start = Start.loaded(told)
-            _until(lambda: store.add(HERE, 0) == self.world - 1, signals.check, self._all_alive)
-        except dist.DistError as error:
-            raise RankLost(f"rank 0 cannot be reached ({str(error).splitlines()[0]})") from None
-        self._met = True
-        place = torch.device("cuda", self.local) if device == "cuda" else None
-        dist.init_process_group(
-            "nccl" if place else "gloo",
-            store=dist.PrefixStore("group", store),
-            rank=self.rank,
-            world_size=self.world,
-            device_id=place,
-        )
+                start = told
+            store = self._meeting.gather(signals.check, self._all_alive)
+            self._met.set()
+            dist.init_process_group(
+                "nccl" if place else "gloo",
+                store=dist.PrefixStore("group", store),
+                rank=self.rank,
+                world_size=self.world,
+                device_id=place,
+            )
+        except RankLost:
+            raise
+        except Exception as error:
+            if lost := self.lost(error):
+                raise RankLost(f"{lost} before the first step") from None
+            raise
         return start
+
+    def leave(self) -> None:
+        """Training is over on all ranks, at the same time on each; from here on none waits for another."""
+        if self.world > 1:
+            dist = distributed()
+            dist.barrier()
+            self._apart.set()
+            dist.destroy_process_group()
+            self._in_order = True
 
     def seed(self, seed: int, done: int = 0) -> int:
         """Of this rank's generators after `done` steps: at the start the run's for rank 0, another for each other."""
@@ -178,7 +141,7 @@ class Ranks:
         """Over the ranks, on the device, and the same bits on each."""
         if self.world > 1:
             values = values / self.world
-            _torch_distributed().all_reduce(values)
+            distributed().all_reduce(values)
         return values
 
     def agree(self, loss: "Tensor", total: "Tensor", received: int | None) -> tuple["Tensor", "Tensor", "Tensor"]:
@@ -207,104 +170,40 @@ class Ranks:
         """What each rank calls it with, on the host."""
         found = [value] * self.world
         if self.world > 1:
-            _torch_distributed().all_gather_object(found, value)
+            distributed().all_gather_object(found, value)
         return found
 
     def lost(self, error: Exception) -> str | None:
-        """Which rank has failed where `error` is a message that did not come; None for an error of this rank's own."""
-        if not isinstance(error, _torch_distributed().DistError) and not re.search(r"gloo|peer", str(error)):
+        """Which rank has failed where `error` is a message that did not come; None for an error of this rank's own. No message
+        is sent after either."""
+        if self.world == 1:
             return None
-        self._broken = True
-        until = time.monotonic() + 2  # the end of a process is not known at once
-        while self._others and not self._failed and time.monotonic() < until:
-            time.sleep(0.02)
-        return self._obituary(*self._failed[0]) if self._failed else "another rank has ended"
+        self._apart.set()
+        gloo = type(error) is RuntimeError and GLOO.match(str(error))
+        if not gloo and not isinstance(error, distributed().DistError):
+            return None
+        return (
+            self._others.first_ended(seconds=2) or f"{'another rank' if self.first else 'rank 0 or another'} has ended"
+        )
 
-    def _meeting_place(self) -> Any:
-        dist = _torch_distributed()
-        if self._store is None:
-            if self.by == "srun":
-                from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-
-                slurm = SLURMEnvironment(auto_requeue=False)
-                os.environ |= {"MASTER_ADDR": slurm.main_address, "MASTER_PORT": str(slurm.main_port)}
-            if self.by:
-                self._store = next(dist.rendezvous("env://", self.rank, self.world))[0]
-            else:  # the system picks a free port
-                self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self._store
-
-    def _watch(self, number: int) -> None:
-        code = self._others[number].wait()
-        if code in ENDED_WELL:
-            return
-        self._failed.append((number, code))
-        if self._met:
-            time.sleep(GRACE)
-            if not self._over:  # the main thread waits for the lost one
-                os.write(2, f"normlab: {self._obituary(number, code)}\n".encode())
-                os._exit(FAILED)
+    def _unless_apart(self, ended: str) -> None:
+        """Called in a thread when a rank has ended: the main thread may wait for it, and for ever."""
+        self._met.wait()
+        if not self._apart.wait(GRACE):
+            os.write(2, f"normlab: {ended}\n".encode())
+            os._exit(FAILED)
 
     def _all_alive(self) -> None:
-        for number, other in self._others.items():
-            if other.poll() is not None:
-                raise RankLost(f"{self._obituary(number, other.returncode)} before its first step")
+        if ended := self._others.first_ended():
+            raise RankLost(f"{ended} before its first step")
 
-    def _obituary(self, number: int, code: int) -> str:
-        how = f"was ended by {Number(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"rank {number} of {self.world} {how}"
-
-    def _dismiss(self) -> None:
-        """Those that wait for rank 0 are told that there is nothing to do; it may be their meeting place."""
-        dist = _torch_distributed()
-        try:
-            store, until = self._meeting_place(), time.monotonic() + 3 * GRACE
-            store.set(TOLD, "")
-            while store.add(HERE, 0) < self.world - 1 and time.monotonic() < until:
-                time.sleep(0.05)
-        except dist.DistError:
-            pass
-
-
-def follows() -> bool:
-    """Whether this is another rank than the first. It says nothing, and ends with rank 0, however that ends."""
-
-    def watch(parent: int) -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os._exit(FAILED)
-
-    if PARENT in os.environ:
-        threading.Thread(target=watch, args=(int(os.environ[PARENT]),), daemon=True).start()
-    if rank():
-        Signals.spoken = False
-    return rank() > 0
-
-
-def same_command(directory: str) -> list[str]:
-    """This process's own, in the run's directory, as a word of Hydra's."""
-    words = sys.orig_argv[1:]
-    return [
-        sys.executable,
-        *words,
-        *([] if any(w.startswith("resume=") for w in words) else [f"hydra.run.dir={directory}"]),
-    ]
-
-
-def _torch_distributed() -> Any:
-    """Loaded when the ranks meet; Any, since most of it is exported from C++."""
-    import torch.distributed
-
-    return torch.distributed
+    def _say(self, error: BaseException | None) -> None:
+        """Of another rank, whose voice is taken away: why it ends."""
+        if error and not self.first:
+            line = f"{error}".partition("\n")[0] or type(error).__name__
+            os.write(2, f"normlab: rank {self.rank} of {self.world}: {line}\n".encode())
 
 
 def _gradient(parameter: "Parameter") -> "Tensor":
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _until(true: Callable[[], bool], *checks: Callable[[], None]) -> None:
-    while not true():
-        for check in checks:
-            check()
-        time.sleep(0.02)

@@ -68,13 +68,15 @@ class Recorder:
         self._trained = 0.0  # seconds, the first step and validations apart
         self._timed_steps = 0
 
-    def restore(self, done: int) -> None:
-        """Continue after step `done` (-1: from nothing): the lines beyond it are dropped, the others are the history.
+    def restore(self, done: int) -> int:
+        """Continue after step `done` (-1: from nothing): the lines beyond it are dropped, the others are the history, and
+        counted.
 
         A run that diverged and is resumed starts afresh: its record stays, what ended it no longer counts. A step whose
         line was lost counts as one whose loss is not known.
         """
-        for record in self._record.keep(done):
+        kept = self._record.keep(done)
+        for record in kept:
             if "val_loss" in record:
                 self.val_loss.append((record["step"], _number(record["val_loss"])))
                 continue
@@ -88,6 +90,7 @@ class Recorder:
         self._fill(done)
         if self.reason:
             self.reason, self.watch.bad, self.watch.above = None, 0, 0
+        return len(kept)
 
     def _fill(self, step: int) -> None:
         while len(self.loss) < step:

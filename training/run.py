@@ -1,7 +1,6 @@
 """One run, from its built parts to its records, verdict and picture."""
 
 import errno
-import json
 import logging
 import sys
 import time
@@ -27,20 +26,21 @@ from model.transformer import Transformer
 from stability.gradients import GradientNorms
 from stability.locate import Place, first_bad_place
 from stability.records import read
-from stability.verdict import DIVERGED, FAILED, judge, spikes, tail
+from stability.verdict import FAILED
 from stability.whole import document, replace
 from training import device as machine
-from training.flops import peak_flops, utilisation
+from training.meeting import RankLost, Start
 from training.pace import Bar, Lines, Pace, Stop, WholeFiles
 from training.parallel import cluster, shard, strategy, without_lightnings_signals
 from training.probing import Probing
 from training.profiling import Profile
-from training.ranks import Ranks, Start
+from training.ranks import Ranks
 from training.record import NoRecord, Record
 from training.recorder import Recorder
 from training.schedule import Constant
-from training.signals import Signals, name
+from training.signals import Signals
 from training.strategy import DDP, FSDP
+from training.summary import earlier, judged, of_peak, summarise
 from training.task import Task
 from training.wandb import Log
 
@@ -83,34 +83,39 @@ def fit(parts: Parts, scalars: dict[str, Any], facts: dict[str, Any]) -> tuple[d
     started = time.perf_counter()
     machine.reset_peak_memory(parts.device)
     steps, code, failure = scalars["steps"], FAILED, None
-    trainer, task = _assemble(parts, scalars)
+    try:
+        trainer, task = _assemble(parts, scalars)
+    except Exception as error:
+        if lost := parts.ranks.lost(error):
+            raise RankLost(f"{lost}: resume={parts.begin.directory} goes on") from None
+        raise
     recorder = task.recorder
     try:
         # Lightning raises for a SIGTERM that comes before the first step
         with _quiet(), suppress(SIGTERMException):
             trainer.fit(task, parts.train, ckpt_path=parts.begin.checkpoint, weights_only=True)
         recorder.flush()
-        verdict, reason, code = _judge(recorder, parts.signals, steps, facts)
+        parts.ranks.leave()
+        verdict, reason, code = judged(recorder, parts.signals, steps, facts)
     except Exception as error:
         lost = parts.ranks.lost(error)
         failure = None if lost else error
         again = f"{lost}: resume={parts.begin.directory} goes on"
         verdict, reason = "failed", again if lost else _failure(error, parts.begin.directory)
-    wall = time.perf_counter() - started + (_earlier(parts.begin.directory) if parts.begin.checkpoint else 0.0)
+    wall = time.perf_counter() - started + (earlier(parts.begin.directory) if parts.begin.checkpoint else 0.0)
     memory = max(recorder.peak_memory, machine.peak_memory(parts.device))
-    summary = _summary(recorder, facts, verdict, reason, steps, wall, memory)
-    summary |= _of_peak(summary, parts.device, scalars)
-    if not parts.ranks.first:
-        if failure:
-            raise failure
-        return summary, code
+    summary = summarise(recorder, facts, verdict, reason, steps, wall, memory)
+    summary |= of_peak(summary, parts.device, scalars)
     # each whatever becomes of the others; the summary, which says that the run is complete, after the picture
     with ExitStack() as closing:
-        closing.callback(_unless_full, lambda: parts.log.finish(summary, code))
-        closing.callback(_unless_full, lambda: replace(parts.begin.directory / "summary.json", document(summary)))
-        closing.callback(_unless_full, lambda: _draw(parts, summary) if recorder.loss and scalars["picture"] else None)
-        closing.callback(_unless_full, recorder.close)
-    if failure and not _full(failure):
+        if parts.ranks.first:
+            closing.callback(_unless_full, lambda: parts.log.finish(summary, code))
+            closing.callback(_unless_full, lambda: replace(parts.begin.directory / "summary.json", document(summary)))
+            closing.callback(
+                _unless_full, lambda: _draw(parts, summary) if recorder.loss and scalars["picture"] else None
+            )
+            closing.callback(_unless_full, recorder.close)
+    if failure and not (parts.ranks.first and _full(failure)):
         raise RuntimeError(f"the run failed: {reason}") from failure
     return summary, code
 
@@ -145,6 +150,8 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     gradients = GradientNorms(inventory(model), model.depth)
 
     def locate(step: int, norms: np.ndarray) -> Place | None:
+        if not parts.ranks.together:
+            return None
         items = range((step - 1) * accumulate, step * accumulate)
         batches = (part.to(task.device) for item in items for part in parts.windows.of_all_ranks(item))
         with trainer.precision_plugin.forward_context():
@@ -161,7 +168,12 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
         clip=scalars["clip"],
         locate=locate,
     )
-    recorder.restore(parts.begin.steps if parts.begin.checkpoint else -1)
+    kept = parts.ranks.of_all(recorder.restore(parts.begin.steps if parts.begin.checkpoint else -1))
+    if len(set(kept)) > 1:
+        said = (
+            f"{parts.begin.directory}: the ranks read {kept} lines of its record: it has to be on a disk that all share"
+        )
+        raise ValueError(said) if parts.ranks.first else RankLost(said)
     graphs = isinstance(parts.trainer, DDP) and parts.trainer.cuda_graphs
     task = Task(
         model,
@@ -194,71 +206,6 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
     return trainer, task
 
 
-def _judge(recorder: Recorder, signals: Signals, steps: int, facts: dict[str, Any]) -> tuple[str, str, int]:
-    loss, skipped = np.array(recorder.loss), np.array(recorder.skipped)
-    if signals.received and len(loss) < steps and not recorder.reason:
-        return "interrupted", f"{name(signals.received)} after step {len(loss)} of {steps}", 128 + signals.received
-    known = {"unigram_entropy": facts["unigram_entropy"], "floor": facts["floor"]}
-    verdict, reason = judge(loss, skipped, steps=steps, diverged=recorder.reason, **known)
-    if verdict == "stalled" and len(recorder.ends) == 2:
-        (first, before), (last, after) = sorted(recorder.ends.items())
-        reason += (
-            f"; the gradient norm of layer 1 went from {before[0]:.1e} (step {first}) to {after[0]:.1e} (step {last}), "
-            f"of layer {len(after)} from {before[-1]:.1e} to {after[-1]:.1e}"
-        )
-    return verdict, reason, DIVERGED if verdict == "diverged" else 0
-
-
-def _summary(
-    recorder: Recorder, facts: dict[str, Any], verdict: str, reason: str, steps: int, wall: float, memory: int
-) -> dict[str, Any]:
-    loss = np.array(recorder.loss, dtype=np.float64)
-    finite = loss[np.isfinite(loss)]
-    val = [value for step, value in recorder.val_loss if step]
-    numbers = {
-        "first_loss": finite[0] if finite.size else None,
-        "final_loss": tail(loss, steps),
-        "best_loss": finite.min() if finite.size else None,
-        "best_val_loss": min((v for v in val if np.isfinite(v)), default=None),
-        "final_val_loss": val[-1] if val else None,
-        "spike_score": 100 * spikes(loss).mean() if finite.size else None,
-        "tokens_per_second": recorder.tokens_per_second,
-        "wall_time_s": wall,
-    }
-    return {
-        "verdict": verdict,
-        "reason": reason,
-        **facts,
-        "steps": steps,
-        "steps_done": len(loss),
-        "first_bad_step": recorder.first_bad_step,
-        "first_bad_layer": recorder.first_bad_place and recorder.first_bad_place.layer,
-        "first_bad_parameter": recorder.first_bad_place and recorder.first_bad_place.parameter,
-        "skipped_steps": sum(recorder.skipped),
-        **{
-            key: float(f"{value:.9g}") if value is not None and np.isfinite(value) else None
-            for key, value in numbers.items()
-        },
-        "peak_memory_bytes": memory,
-    }
-
-
-def _of_peak(summary: dict[str, Any], device: str, scalars: dict[str, Any]) -> dict[str, float | None]:
-    """`peak_flops` of one device, where that is known, and `mfu`, the share of all devices' that the run made use of."""
-    peak = peak_flops(machine.name(device), machine.precision(scalars["precision"], device))
-    if peak is None:
-        return {}
-    devices = scalars["devices"] * scalars["num_nodes"]
-    share = utilisation(summary["tokens_per_second"], summary["flops_per_token"], peak, devices)
-    return {"peak_flops": peak, "mfu": share and float(f"{share:.9g}")}
-
-
-def _earlier(directory: Path) -> float:
-    """Seconds that a resumed run took before; 0 where it left no summary."""
-    path = directory / "summary.json"
-    return float(json.loads(path.read_text(encoding="utf-8"))["wall_time_s"] or 0.0) if path.is_file() else 0.0
-
-
 def _draw(parts: Parts, summary: dict[str, Any]) -> None:
     from stability.report import draw_run
 
@@ -281,7 +228,7 @@ def _trainer(parts: Parts, scalars: dict[str, Any], callbacks: list[pl.Callback]
             accumulate_grad_batches=scalars["accumulate"],
             callbacks=callbacks,
             # the second keeps Lightning from handling Slurm's signals, which training/signals.py does
-            plugins=[WholeFiles(), cluster(parts.ranks)],
+            plugins=[WholeFiles(mapped=parts.ranks.world > 1), cluster(parts.ranks)],
             logger=False,
             enable_checkpointing=False,
             enable_model_summary=False,

@@ -23,10 +23,17 @@ class FSDP:
 
 def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module") -> None:
     """ValueError, one line, for what the devices of a checked config cannot share; `network` is of its choices."""
+    from data.windows import rows
+
     devices, sharded = plain["devices"] * plain["num_nodes"], plain["trainer"]["_target_"].endswith(".FSDP")
     if sharded and devices == 1:
         raise ValueError(
             "trainer=fsdp parts a network among devices, and devices=1: say devices=2 or more, or trainer=ddp"
+        )
+    rows(plain["batch"], plain["accumulate"], devices)
+    if sharded and plain["optimizer"]["_target_"].endswith(".sgd"):
+        raise ValueError(
+            "optimizer=sgd with trainer=fsdp: torch's fused SGD takes no part of a matrix; use optimizer=adamw, or trainer=ddp"
         )
     if sharded and plain["compile"]:
         raise ValueError("compile=true with trainer=fsdp: a compiled group of blocks cannot be gathered; leave one out")

@@ -35,6 +35,18 @@ def test_an_item_is_a_micro_batch_of_consecutive_tokens():
             windows(accumulate=3)[outside]
 
 
+def test_the_windows_of_all_ranks_are_those_of_each_and_an_epoch_is_drawn_once(monkeypatch):
+    shares = [windows(world=3, rank=rank) for rank in range(3)]
+    expected = [[share[item] for share in shares] for item in range(20)]
+    drawn: list[tuple[int, int]] = []
+    draw = np.random.default_rng
+    monkeypatch.setattr(np.random, "default_rng", lambda seed: drawn.append(seed) or draw(seed))
+    one = windows(world=3, rank=2)
+    for item, parts in enumerate(expected):
+        assert all(torch.equal(a, b) for a, b in zip(one.of_all_ranks(item), parts, strict=True))
+    assert drawn == sorted(set(drawn))
+
+
 @pytest.mark.case("T04", "G08")
 @pytest.mark.parametrize("accumulate, world", [(2, 1), (1, 3), (3, 2), (12, 1)])
 def test_a_step_sees_the_same_windows_however_it_is_split(accumulate: int, world: int):

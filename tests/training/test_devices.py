@@ -21,7 +21,12 @@ import train
 from conf.sweep import Sweep, check_devices
 from tests.conftest import ROOT, SMALL, config, environment
 from training import device as machine
-from training.ranks import PARENT, Ranks, rank
+from training import launch, meeting
+from training import ranks as processes
+from training.checkpoint import save
+from training.launch import PARENT, follows, rank
+from training.pace import WholeFiles
+from training.ranks import Ranks
 from training.signals import STOPS
 
 BOTH = ["ddp", "fsdp"]
@@ -95,6 +100,24 @@ def lines(run: Path) -> int:
     return (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").is_file() else 0
 
 
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
+TORCHRUN += ("--rdzv-endpoint=127.0.0.1:0",)
+
+
+def under_slurm(cwd: Path, directory: str, *tasks: list[str], first: int = 0, there: int = 0) -> list[tuple[int, str]]:
+    """(Exit code, stderr) of the tasks of a step, each with its words, as srun starts them on one machine; the last first."""
+    count = str(there or len(tasks))
+    slurm = {"SLURM_STEP_NUM_TASKS": count, "SLURM_NTASKS": count, "SLURM_NTASKS_PER_NODE": count, "SLURM_NODEID": "0"}
+    slurm |= {"SLURM_JOB_ID": f"{os.getpid()}", "SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_NAME": "test"}
+    processes = []
+    for number, words in reversed([*enumerate(tasks, first)]):
+        task = {"SLURM_PROCID": str(number), "SLURM_LOCALID": str(number)}
+        processes.insert(0, start(cwd, directory, *words, **slurm, **task))
+    said = [process.communicate(timeout=240) for process in processes]
+    assert not any(out for out, _ in said[1:]), "another rank speaks"
+    return [(process.returncode, err) for process, (_, err) in zip(processes, said, strict=True)]
+
+
 @pytest.fixture(scope="module")
 def one(tmp_path_factory) -> Path:
     """Runs of one device, in `plain` and `rich`, beside which the others are put."""
@@ -160,12 +183,20 @@ def test_a_checkpoint_is_the_same_whoever_wrote_it(tmp_path):
 def test_dropout_differs_between_ranks_and_resumes_exactly(tmp_path):
     words = ["devices=2", "model.dropout=0.2", "schedule=constant", "schedule.warmup=2", "val_every=5"]
     words += ["log_every=1"]
-    finished(tmp_path, "whole", "steps=10", *words)
+    finished(tmp_path, "whole", "steps=10", *words, PL_GLOBAL_SEED="1")  # Lightning's, for all ranks
     finished(tmp_path, "parts", "steps=5", *words)
     first, second = torch.load(tmp_path / "parts/checkpoints/last.ckpt")["rng"]
     assert not torch.equal(first, second)
     finished(tmp_path, "", "resume=parts", "steps=10")
     assert records(tmp_path / "parts") == records(tmp_path / "whole")
+
+
+@slow
+@pytest.mark.parametrize("words", [["model.checkpointing=groups"], ["compile=true", "log_every=1"]])
+def test_however_the_network_is_run(tmp_path, words: list[str]):
+    finished(tmp_path, "one", "steps=6", *words)
+    finished(tmp_path, "two", "steps=6", *words, "devices=2")
+    same(tmp_path / "two", tmp_path / "one")
 
 
 @slow
@@ -217,12 +248,27 @@ def test_a_signal_to_another_rank_counts_too(tmp_path):
 
 
 @slow
-def test_a_signal_while_the_others_start_leaves_nothing_running(tmp_path):
+def test_two_signals_to_another_rank_end_it_at_once_and_then_the_run(tmp_path):
+    process = start(tmp_path, "two", "steps=100000", "devices=2")
+    until(lambda: lines(tmp_path / "two") > 20)
+    (other,) = others(process)
+    os.kill(other, signal.SIGINT)
+    os.kill(other, signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode in (1, 130, 143) and "Traceback" not in err
+    if process.returncode == 1:
+        assert re.match("rank 1 of 2 ended with exit code (130|143):", summary(tmp_path / "two")["reason"])
+
+
+@slow
+@pytest.mark.parametrize("number, end", [(signal.SIGTERM, os.kill), (signal.SIGINT, os.killpg)])
+def test_a_signal_while_the_others_start_leaves_nothing_running(tmp_path, number: int, end: Callable[[int, int], None]):
     process = start(tmp_path, "two", "steps=100000", "devices=2")
     until(lambda: others(process))
-    process.terminate()
+    end(process.pid, number)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 143 and "SIGTERM before its first step" in err
+    assert process.returncode == 128 + number and f"{signal.Signals(number).name} before its first step" in err
+    assert "Traceback" not in err
     assert not others(process) and not lines(tmp_path / "two")
 
 
@@ -251,29 +297,82 @@ def test_ranks_end_with_rank_0(tmp_path):
     until(lambda: not others(process), seconds=10)
 
 
-@slow
-def test_an_error_of_one_rank_is_shown_once_with_its_traceback(tmp_path):
-    broken = "import os; from training.task import Task; from torch import nn\n"
-    broken += "def bad(*a, **k): raise AttributeError('broken on purpose')\n"
-    broken += "if os.environ.get('RANK') == '1': Task.configure_gradient_clipping = bad\n"
+def another(tmp_path: Path, broken: str) -> str:
+    """A PYTHONPATH by which rank 1 runs `broken` before it trains."""
+    broken = f"import os\nif os.environ.get('RANK') == '1':\n exec({broken!r})"
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nclass Late:\n def find_spec(self, name, *a):\n"
         f"  if name == 'training.run':\n   sys.meta_path.remove(self)\n   exec({broken!r})\n"
         "sys.meta_path.insert(0, Late())\n"
     )
-    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    return f"{tmp_path}{os.pathsep}{ROOT}"
+
+
+@slow
+@pytest.mark.parametrize("error", ["AttributeError", "ValueError"])
+def test_an_error_of_one_rank_is_shown_once_with_its_traceback(tmp_path, error: str):
+    broken = f"from training.task import Task\ndef bad(*a, **k): raise {error}('on purpose')\n"
+    path = another(tmp_path, broken + "Task.configure_gradient_clipping = bad")
     said = finished(tmp_path, "two", "steps=9", "devices=2", code=1, PYTHONPATH=path)
-    assert said.count("broken on purpose") >= 1 and said.count("rank 1 of 2 ended with exit code 1") == 1
+    assert said.count(f"normlab: rank 1 of 2: the run failed: {error}: on purpose\n") == 1
+    assert said.count(f"[rank1]: RuntimeError: the run failed: {error}: on purpose\n") == 1
+    assert said.count("rank 1 of 2 ended with exit code 1") == 1
     assert "gloo" not in said
     assert summary(tmp_path / "two")["verdict"] == "failed"
 
 
 @slow
+def test_a_record_that_not_all_ranks_see_is_refused(tmp_path):
+    finished(tmp_path, "two", "steps=2", "devices=2", "schedule=constant", "schedule.warmup=1")
+    path = another(tmp_path, "from training.record import NoRecord\nNoRecord.keep = lambda self, done: []")
+    said = finished(tmp_path, "", "resume=two", "steps=4", code=2, PYTHONPATH=path)
+    assert re.findall("normlab: .*", said) == [
+        "normlab: two: the ranks read [4, 0] lines of its record: it has to be on a disk that all share"
+    ]
+
+
+@slow
+def test_a_refusal_that_all_ranks_share_is_said_once_and_soon(tmp_path):
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, str(ROOT / "train.py"), *WORDS, "devices=2", "trainer=fsdp", "compile=true"],
+        cwd=tmp_path,
+        env=environment(ROOT / ".pytest_cache" / "devices"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr.count("compile=true with trainer=fsdp") == 1 and done.returncode
+    assert time.monotonic() - began < 30
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@slow
+def test_so_it_is_under_slurm_and_what_one_rank_refuses_alone_is_its_own(tmp_path):
+    began = time.monotonic()
+    said = under_slurm(tmp_path, "two", ["devices=2", "batch=7"], ["devices=2", "batch=7"])
+    assert [code for code, _ in said] == [2, 2] and "batch=7: needs" in said[0][1] and not said[1][1]
+    assert time.monotonic() - began < 30
+    said = under_slurm(tmp_path, "two", ["devices=2"], ["devices=2", "batch=7"])
+    assert said[0] == (1, "normlab: rank 1 of 2 has ended before its first step\n")
+    assert said[1][0] == 2 and said[1][1].startswith("normlab: rank 1 of 2: batch=7: needs")
+    assert said[1][1].count("\n") == 1
+
+
+@slow
+def test_sruns_tasks_of_one_device_are_runs_of_their_own(one, tmp_path):
+    words = ["steps=12", "val_every=5"]
+    for task in "01":
+        (code, err), *_ = under_slurm(tmp_path, f"task{task}", words, first=int(task), there=2)
+        assert (code, err) == (0, "")
+        same(tmp_path / f"task{task}", one / "plain", rel=0)
+        assert {path.name for path in (tmp_path / f"task{task}/checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
+
+
+@slow
 def test_torchruns_ranks_are_found_and_have_no_directory_of_their_own(one, tmp_path):
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
-    torchrun += ("--rdzv-endpoint=127.0.0.1:0",)
     process = subprocess.run(
-        [sys.executable, *torchrun, str(ROOT / "train.py"), *WORDS, "steps=12", "val_every=5", "devices=2"],
+        [sys.executable, *TORCHRUN, str(ROOT / "train.py"), *WORDS, "steps=12", "val_every=5", "devices=2"],
         cwd=tmp_path,
         env=environment(ROOT / ".pytest_cache" / "devices"),
         capture_output=True,
@@ -283,25 +382,19 @@ def test_torchruns_ranks_are_found_and_have_no_directory_of_their_own(one, tmp_p
     assert process.returncode == 0, process.stdout + process.stderr
     (run,) = (tmp_path / "runs").iterdir()
     same(run, one / "plain")
-    said = finished(tmp_path, "", f"resume={run}", "devices=2", program=torchrun)
+    said = finished(tmp_path, "", f"resume={run}", "devices=2", program=TORCHRUN)
     assert said.count("nothing to do") == 1
 
 
 @slow
 def test_slurms_ranks_are_found(one, tmp_path):
-    """What srun tells each task, on one machine."""
-    slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
-    slurm |= {"SLURM_JOB_ID": f"{os.getpid()}", "SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_NAME": "test"}
-    tasks = [{"SLURM_PROCID": number, "SLURM_LOCALID": number} for number in "10"]
-    words = ("steps=12", "val_every=5", "devices=2")
-    processes = [start(tmp_path, "two", *words, **slurm, **task) for task in tasks]
-    said = [process.communicate(timeout=240) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
-    assert said[0][0] == "", "rank 1 speaks"
+    words = ["steps=12", "val_every=5", "devices=2"]
+    assert under_slurm(tmp_path, "two", words, words) == [(0, ""), (0, "")]
     same(tmp_path / "two", one / "plain")
 
 
 REFUSED = {
+    "devices=2 trainer=fsdp optimizer=sgd": "optimizer=sgd with trainer=fsdp",
     "devices=2 batch=7": "batch=7: needs a multiple of accumulate * devices = 1 * 2",
     "devices=2 norm=batchnorm allow_unstable=true": "norm=batchnorm with devices=2",
     "trainer=fsdp": "trainer=fsdp parts a network among devices, and devices=1",
@@ -320,7 +413,16 @@ def test_what_devices_cannot_share_is_refused_in_one_line(tmp_path, monkeypatch,
     with pytest.raises(ValueError, match=re.escape(REFUSED[words])) as caught:
         train.train(cfg, tmp_path / "run", axes, typed)
     assert "\n" not in str(caught.value)
-    assert not (tmp_path / "run").exists()
+    assert not list(tmp_path.iterdir()), "the text has been read"
+
+
+def test_another_program_is_not_started_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("NORMLAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(launch.Others, "start", None)
+    typed = [*SMALL, "data=synthetic", "data.tokens=20000", "logger=none", "devices=2"]
+    cfg, axes = config(*typed)
+    with pytest.raises(ValueError, match=r"devices: .* cannot be started again as another rank"):
+        train.train(cfg, tmp_path / "run", axes, typed)
 
 
 def test_what_the_machine_lacks_is_refused_in_one_line(monkeypatch):
@@ -345,6 +447,7 @@ def test_a_rank_is_what_whoever_started_it_says(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     found = Ranks(4, 2)
     assert (rank(), found.rank, found.local, found.world, found.first) == (7, 7, 3, 8, False)
+    assert follows()
     with pytest.raises(ValueError, match="devices=1 num_nodes=1: torchrun has started 8 processes"):
         Ranks(1, 1)
     with pytest.raises(ValueError, match="devices is those of one machine"):
@@ -361,6 +464,57 @@ def test_sruns_tasks_are_ranks_and_a_batch_script_is_none(monkeypatch):
         Ranks(2, 1)
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
     assert (Ranks(2, 1).rank, Ranks(2, 1).by) == (1, "srun")
+    own = Ranks(1, 1)
+    assert (own.rank, own.local, own.by) == (0, 0, "") and not follows(), "a run of one device each"
+    monkeypatch.setenv("SLURM_JOB_NAME", "interactive")
+    assert (Ranks(2, 1).rank, Ranks(2, 1).by) == (0, "")
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:5"
+
+
+def test_a_message_that_did_not_come_is_told_from_an_error_of_ones_own():
+    for error in (RuntimeError(GLOO), torch.distributed.DistNetworkError("x")):
+        assert Ranks(2, 1).lost(error) == "another rank has ended"
+        assert Ranks(1, 1).lost(error) is None
+    for own in (OSError(28, "No space left", "gloo/peer"), RuntimeError("the peer of gloo"), ValueError(GLOO)):
+        found = Ranks(2, 1)
+        assert found.lost(own) is None and not found.together
+
+
+def test_rank_0_does_not_wait_for_ever_and_says_how_many_are_missing(monkeypatch):
+    monkeypatch.setattr(meeting, "GATHERING", 0.2)
+    with pytest.raises(meeting.RankLost, match="2 of 3 ranks have not come within"):
+        meeting.Meeting(0, 3, "").gather()
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("code", [0, 3, 143])
+def test_a_rank_that_ends_while_another_may_wait_for_it_ends_the_run(monkeypatch, code: int, together: bool):
+    ended: list[int] = []
+    monkeypatch.setattr(processes, "GRACE", 0.2)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    found = Ranks(2, 1)
+    found._met.set()
+    if not together:
+        found.lost(ValueError())  # rank 0 is at its closing
+    found._others.start([sys.executable, "-S", "-c", f"raise SystemExit({code})"])
+    assert found._others.first_ended(20) == f"rank 1 of 2 ended with exit code {code}"
+    time.sleep(0.5)
+    assert ended == ([1] if together else [])
+
+
+def test_a_checkpoint_may_be_replaced_while_ranks_read_it(tmp_path):
+    path, ones = tmp_path / "last.ckpt", torch.ones(1000)
+    save({"state_dict": {"weight": ones}}, path)
+    found = WholeFiles(mapped=True).load_checkpoint(path)["state_dict"]["weight"]
+    kept = torch.nn.Parameter(torch.zeros(1000))
+    with torch.no_grad():
+        kept.copy_(found)
+    save({"state_dict": {"weight": 2 * ones}}, path)
+    found += 1  # is this process's own, as moments are that an optimizer takes as they are
+    assert torch.equal(kept.detach(), ones) and torch.equal(found, 2 * ones)
+    assert torch.equal(torch.load(path)["state_dict"]["weight"], 2 * ones)
 
 
 def test_each_rank_draws_its_own_and_rank_0_what_one_device_draws():
@@ -375,7 +529,14 @@ def test_each_rank_draws_its_own_and_rank_0_what_one_device_draws():
 def test_one_rank_agrees_with_itself():
     loss, total, asked = Ranks(1, 1).agree(torch.tensor(2.0), torch.tensor(3.0), signal.SIGTERM)
     assert (loss.item(), total.item(), len(asked)) == (2.0, 3.0, 0)
-    assert len(STOPS) == 3
+
+
+def test_what_ranks_agree_on_goes_in_one_message(monkeypatch):
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda row: sent.append(row.clone()) or row.mul_(2))
+    loss, total, asked = Ranks(2, 1).agree(torch.tensor(2.0), torch.tensor(3.0), signal.SIGTERM)
+    assert (loss.item(), total.item(), len(sent)) == (2.0, 3.0, 1)
+    assert [number for number, one in zip(STOPS, asked.tolist(), strict=True) if one] == [signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
