@@ -13,6 +13,7 @@ import sys
 import traceback
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,9 @@ def choices_of(plain: dict[str, Any]) -> "Choices":
     """One choice per axis of the network, from a checked config."""
     from model.transformer import Choices
 
-    return Choices(**{field.name: instantiate(plain[field.name]) for field in fields(Choices)})
+    found = {field.name: instantiate(plain[field.name]) for field in fields(Choices)}
+    # Hydra's own partial judges its target anew at each call, of which a thousand layers make ten thousand
+    return Choices(**{key: partial(p.func, **p.keywords) if isinstance(p, partial) else p for key, p in found.items()})
 
 
 def network(plain: dict[str, Any], choices: "Choices", vocab: int) -> "Transformer":

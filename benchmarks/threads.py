@@ -9,7 +9,7 @@ from benchmarks.process import workers
 from benchmarks.ratios import Measurement, Row, Work, by_turns, neighbours, now
 from benchmarks.step import Shape, cores, network, training_step
 
-# the rule's bound is 2^15 elements of the stream a thread: from far below to far above
+# the rule's bound is 2^14 elements of the stream a thread: from far below to far above
 GRID = (
     Shape(depth=24, dim=64, batch=1),
     Shape(depth=24, dim=64, batch=8),

@@ -89,14 +89,14 @@ def flush_denormals() -> None:
 
 
 def threads(asked: int | None, *, tokens: int, dim: int, processes: int = 1) -> int:
-    """CPU threads: as asked, else one for each 2^15 elements of the stream in a micro-batch (`tokens` * `dim`), at least
+    """CPU threads: as asked, else one for each 2^14 elements of the stream in a micro-batch (`tokens` * `dim`), at least
     one and at most one a core that the `processes` of this machine share.
 
     Below that size handing work over costs more than it saves. A rule of shape and cores, never measured at run time: bit
     equality of two runs is promised at equal threads (which `accumulate` can change, through the size of a micro-batch).
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return asked or max(1, min(cores // processes, tokens * dim // 2**15))
+    return asked or max(1, min(cores // processes, tokens * dim // 2**14))
 
 
 def reset_peak_memory(device: str) -> None:
