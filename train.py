@@ -58,9 +58,10 @@ def choices_of(plain: dict[str, Any]) -> "Choices":
     """One choice per axis of the network, from a checked config."""
     from model.transformer import Choices
 
-    found = {field.name: instantiate(plain[field.name]) for field in fields(Choices)}
+    found: dict[str, Any] = {field.name: instantiate(plain[field.name]) for field in fields(Choices)}
     # Hydra's own partial judges its target anew at each call, of which a thousand layers make ten thousand
-    return Choices(**{key: partial(p.func, **p.keywords) if isinstance(p, partial) else p for key, p in found.items()})
+    found |= {key: partial(part.func, **part.keywords) for key, part in found.items() if isinstance(part, partial)}
+    return Choices(**found)
 
 
 def network(plain: dict[str, Any], choices: "Choices", vocab: int) -> "Transformer":
