@@ -5,12 +5,14 @@ real thing, a small file system of its own, needs rights that not every machine 
 """
 
 import json
+import os
 import resource
 import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,7 +88,7 @@ def test_an_error_that_is_no_full_disk_keeps_its_traceback(run, monkeypatch, tmp
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("training.recorder.metrics_line", refuse)
+    monkeypatch.setattr("training.record.os", SimpleNamespace(fsync=refuse, fstat=os.fstat))
     with pytest.raises(RuntimeError, match=r"PermissionError: .* Permission denied: '.*metrics.jsonl'"):
         run("steps=2", directory=tmp_path / "other")
 
