@@ -211,7 +211,7 @@ def _train(
         train=train_loader(
             windows, start=begin.steps * plain["accumulate"], workers=plain["workers"], pin_memory=device == "cuda"
         ),
-        val=val_loader(held_out, batch=windows.rows),
+        val=val_loader(held_out, batch=4 * windows.rows),  # without gradients one layer at a time is held
         tokens=tokens,
         log=(instantiate(plain["logger"]) if ranks.first else NoLog)(directory, facts["name"], plain),
         signals=signals,
