@@ -1,4 +1,4 @@
-"""A function in a process of its own, and the memory that such a process took."""
+"""A function in a process of its own, so that what it takes of memory is its own."""
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor

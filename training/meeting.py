@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from model.execution import Execution
 
-TOLD, HERE, LEFT, GONE = (
-    "told",
-    "here",
-    "left",
-    "gone",
-)  # what; how many others have heard; have not, and end; which has ended
+TOLD = "told"  # where to begin, or nothing
+HERE = "here"  # how many others have heard
+LEFT = "left"  # how many have not, and end
+GONE = "gone"  # which has ended
 GATHERING = 300.0  # seconds that rank 0 waits for all to come
 REACHING = 1800.0  # that another has to find rank 0, which may still be verifying a checkpoint
 PARTING = 10.0  # that one which ends waits for what rank 0 says
