@@ -8,6 +8,7 @@ What a user can get wrong is answered in one line and exit code 2, before lightn
 
 import gc
 import json
+import logging
 import os
 import sys
 import traceback
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from training.schedule import Constant
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch's profiler speaks to the terminal
+logging.raiseExceptions = False  # a library whose own log cannot be written, on a full disk, prints a traceback else
 OmegaConf.register_new_resolver("axes", help_text, replace=True)
 
 

@@ -5,6 +5,7 @@ real thing, a small file system of its own, needs rights that not every machine 
 """
 
 import json
+import logging
 import os
 import resource
 import subprocess
@@ -91,6 +92,18 @@ def test_an_error_that_is_no_full_disk_keeps_its_traceback(run, monkeypatch, tmp
     monkeypatch.setattr("training.record.os", SimpleNamespace(fsync=refuse, fstat=os.fstat))
     with pytest.raises(RuntimeError, match=r"PermissionError: .* Permission denied: '.*metrics.jsonl'"):
         run("steps=2", directory=tmp_path / "other")
+
+
+def test_a_library_whose_own_log_cannot_be_written_says_nothing_of_it(capsys):
+    """W&B keeps a log beside the run; at the end of a full disk Python would print a traceback for each line of it."""
+
+    def refuse(text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    log = logging.Logger("of a library")
+    log.addHandler(logging.StreamHandler(SimpleNamespace(write=refuse, flush=lambda: None)))
+    log.info("restore done")
+    assert capsys.readouterr().err == ""
 
 
 @contextmanager
