@@ -21,7 +21,7 @@ from conf.help import choices
 from conf.schema import AXES, SCALARS
 from stability import observables
 
-NEED_TORCH = ("norm", "residual", "init", "ffn", "position")
+NEED_TORCH = ("norm", "residual", "stream", "ramp", "init", "linear", "attention", "ffn", "position")
 STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 
 

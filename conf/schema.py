@@ -56,7 +56,12 @@ class Run:
     norm: Any = None
     placement: Any = None
     residual: Any = None
+    stream: Any = None
+    ramp: Any = None
+    scaling: Any = None
     init: Any = None
+    linear: Any = None
+    attention: Any = None
     ffn: Any = None
     position: Any = None
     model: Any = None

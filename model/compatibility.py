@@ -9,7 +9,7 @@ from math import ceil, log10, sqrt
 
 from torch import nn
 
-from model.residual import number
+from model.coefficient import number
 from model.site import Branch, Site
 from model.sizes import Sizes
 from model.transformer import Choices
@@ -21,6 +21,7 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
     """A line for each trap: both choices by `names` (axis -> choice), the number, and what to use in their place."""
     depth, sample = sizes.depth, choices.norm(sizes.dim)
     has_norm = not isinstance(sample, nn.Identity)
+    yield from _stream_elsewhere(choices, names, depth)
     yield from _skip_growth(choices, names, depth, has_norm)
     if sizes.qk_norm != "none" and not has_norm:
         yield f"model.qk_norm={sizes.qk_norm} with norm={names['norm']} puts no norm on queries and keys: choose a norm"
@@ -33,11 +34,22 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
         )
 
 
+def _stream_elsewhere(choices: Choices, names: dict[str, str], depth: int) -> Iterator[str]:
+    """A kind of stream is defined for some places and coefficients alone."""
+    for site in (Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES):
+        reason = choices.stream.refusal(site, choices.placement.at(site), choices.residual(site, 1))
+        if reason:
+            yield (
+                f"stream={names.get('stream', '')} with placement={names['placement']} and residual={names['residual']}: {reason}"
+            )
+            return
+
+
 def _skip_growth(choices: Choices, names: dict[str, str], depth: int, has_norm: bool) -> Iterator[str]:
     """alpha > 1 on a stream that no norm brings back multiplies it by alpha at each such branch: with DeepNorm's
     alpha under pre-norm by (2N)^(N/2) in all."""
     sites = [Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES]
-    bare = [site for site in sites if not (has_norm and "sum" in choices.placement.at(site))]
+    bare = [site for site in sites if not (has_norm and choices.placement.at(site) & {"sum", "both"})]
     alphas = [abs(number(choices.residual(site, 1).alpha)) for site in bare]
     growth = sum(log10(alpha) for alpha in alphas if alpha > 0)
     if growth > 0.01:

@@ -1,14 +1,14 @@
-"""The comment that cannot lie: a configuration's equation, got by running its `Stream` on symbols."""
+"""The comment that cannot lie: a configuration's equation, got by running its stream on symbols."""
 
 from dataclasses import replace
 from itertools import groupby
 
 from torch import nn
 
-from model.placement import Placement
-from model.residual import Coefficient, Method, Residual
+from model.coefficient import Coefficient
 from model.site import Site
-from model.stream import Stream
+from model.stream import State
+from model.transformer import Choices, residual_at
 
 
 class Symbol(str):
@@ -18,48 +18,83 @@ class Symbol(str):
         return Symbol(f"{self!s} + {other!s}")
 
     def __mul__(self, other: str) -> "Symbol":  # type: ignore[override]
-        return Symbol(f"{self!s} {other!s}" if " + " not in other else f"{self!s} ({other!s})")
+        return Symbol(f"{self!s} {_bracketed(other)}")
 
 
 class Call(nn.Module):
-    """A function of one symbol, by its name."""
+    """A function of one symbol, by its name; with an inner norm the last matrix W stands outside of it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, inner: bool = False) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.inner = name, inner
 
     def forward(self, x: str) -> Symbol:
-        return Symbol(f"{self.name}({x!s})")
+        return Symbol(f"W N({self.name}({x!s}))" if self.inner else f"{self.name}({x!s})")
 
 
-def _named(residual: Residual) -> Residual:
-    """The coefficients by their letters, but a constant 1, which stays away."""
-
-    def letter(name: str, value: Coefficient) -> Coefficient:
-        return value if isinstance(value, float) and value == 1.0 else Symbol(name)  # type: ignore[return-value]
-
-    alpha, s, beta = (letter(name, getattr(residual, name)) for name in ("alpha", "s", "beta"))
-    return replace(residual, alpha=alpha, s=s, beta=beta)
+def _bracketed(text: str) -> str:
+    return f"({text!s})" if " + " in text else f"{text!s}"
 
 
-def _branch(site: Site, placement: Placement, method: Method, has_norm: bool) -> str:
-    places, residual = placement.at(site) if has_norm else frozenset(), _named(method(site, 1))
-    stream = Stream(1, places=places, norm=lambda dim: Call("N"), residual=residual)
-    x = Symbol("x")
-    return f"x <- {stream.write(x, Call('F')(stream.read(x)))}"  # type: ignore[arg-type]
+def _letter(name: str, value: Coefficient) -> Coefficient:
+    """A coefficient by its letter, but a constant 1, which stays away."""
+    return value if isinstance(value, float) and value == 1.0 else Symbol(name)  # type: ignore[return-value]
 
 
-def equation(placement: Placement, method: Method, depth: int, *, has_norm: bool = True) -> str:
+def _branch(site: Site, choices: Choices, before: tuple[str, ...], name: str, has_norm: bool) -> str:
+    """What a branch with the function `name` does to the tensors that are there before it: those that it changes."""
+    places, residual = choices.placement.at(site) if has_norm else frozenset(), residual_at(choices, 1, site)
+    alpha, s, beta = (_letter(name, getattr(residual, name)) for name in ("alpha", "s", "beta"))
+    stream = choices.stream.at(
+        site,
+        1,
+        places=places,
+        norm=lambda dim: Call("N") if has_norm else nn.Identity(),
+        residual=replace(residual, alpha=alpha, s=s, beta=beta),
+        ramp=_letter("r", choices.ramp.at(site)),
+    )
+    state = stream.base(_symbols(before))
+    function = Call(f"{name}_N" if "qkv" in places else name, inner="inner" in places)
+    after = stream.write(state, function(stream.read(state)))
+    pairs = zip(choices.stream.after(site), after if isinstance(after, tuple) else (after,), strict=True)
+    return ", ".join(f"{letter} <- {text}" for letter, text in pairs if letter != text)
+
+
+def _symbols(letters: tuple[str, ...]) -> State:
+    """The state of a stream, each of its tensors by its letter."""
+    return tuple(map(Symbol, letters)) if len(letters) > 1 else Symbol(letters[0])
+
+
+def _layer(layer: int, choices: Choices, depth: int, has_norm: bool) -> str:
+    """Both branches in one, with F for their functions, where they are alike; else attention A, then feed-forward M."""
+    attention, ffn = Site("attention", layer, depth), Site("ffn", layer, depth)
+    stream = choices.stream
+    alike = (
+        [_branch(site, choices, stream.letters, "F", has_norm) for site in (attention, ffn)]
+        if (stream.after(attention) == stream.letters)
+        else []
+    )
+    if alike and alike[0] == alike[1]:
+        return alike[0]
+    first = _branch(attention, choices, stream.letters, "A", has_norm)
+    return f"{first} then {_branch(ffn, choices, stream.after(attention), 'M', has_norm)}"
+
+
+def equation(choices: Choices, depth: int, *, has_norm: bool = True) -> str:
     """The whole network in one line: embedding, branches (F is attention, then feed-forward), logits.
 
-    Without a norm (`norm=none`) its places are empty. Layers that differ are told apart by their numbers: `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`.
+    Without a norm (`norm=none`) its places are empty. Layers that differ are told apart by their numbers:
+    `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`. A_N is attention with a norm on each head's q, k and v; W N(F(x)) a
+    branch with a norm before its last matrix W; r a ramp that follows the steps.
     """
-    layers = range(1, depth + 1)
-    of_layer = [(_branch(Site("attention", layer, depth), placement, method, has_norm), layer) for layer in layers]
-    ends = placement.ends if has_norm else frozenset()
+    of_layer = [(_layer(layer, choices, depth, has_norm), layer) for layer in range(1, depth + 1)]
+    ends = choices.placement.ends if has_norm else frozenset()
     runs = [(text, [layer for _, layer in run]) for text, run in groupby(of_layer, key=lambda pair: pair[0])]
     parts = ["x <- N(embedding)"] if "embed" in ends else []
     for text, run in runs:
-        parts.append(text if len(runs) == 1 else f"layers {run[0]}-{run[-1]}: {text}")
-    parts.append("logits = W N(x)" if "head" in ends else "logits = W x")
+        where = f"layer {run[0]}" if len(run) == 1 else f"layers {run[0]}-{run[-1]}"
+        parts.append(text if len(runs) == 1 else f"{where}: {text}")
+    outlet = choices.stream.outlet(depth, 1, lambda dim: Call("N") if has_norm else nn.Identity())
+    read = outlet(_symbols(choices.stream.letters))
+    parts.append(f"logits = W N({read})" if "head" in ends else f"logits = W {_bracketed(read)}")
     return ";  ".join(parts)

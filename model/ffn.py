@@ -6,7 +6,7 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.linear import Linear
+from model.setting import Setting
 
 Activation = Literal["gelu", "relu", "silu"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
@@ -20,22 +20,21 @@ def hidden_width(dim: int, ratio: float) -> int:
 
 
 class MLP(nn.Module):
-    """F(u) = W_down act(W_up u), hidden width ratio * dim; (batch, time, dim) to the same.
+    """F(u) = W_down act(W_up u), hidden width ratio * dim; (batch, time, dim) to the same. The place `inner` is before W_down.
 
     Source: Vaswani et al. 2017, arXiv 1706.03762, eq. 2; GELU: Hendrycks, Gimpel 2016, arXiv 1606.08415 (exact form).
     """
 
-    def __init__(
-        self, dim: int, bias: bool, dropout: float, *, activation: Activation = "gelu", ratio: float = 4.0
-    ) -> None:
+    def __init__(self, setting: Setting, *, activation: Activation = "gelu", ratio: float = 4.0) -> None:
         super().__init__()
-        hidden = hidden_width(dim, ratio)
-        self.up = Linear(dim, hidden, role="carry", bias=bias)
-        self.down = Linear(hidden, dim, role="write", bias=bias)
-        self.act, self.dropout = ACTIVATIONS[activation], dropout
+        sizes, hidden = setting.sizes, hidden_width(setting.sizes.dim, ratio)
+        self.up = setting.linear(sizes.dim, hidden, "carry", sizes.bias)
+        self.inner_norm = setting.norm_at("inner", hidden)
+        self.down = setting.linear(hidden, sizes.dim, "write", sizes.bias)
+        self.act, self.dropout = ACTIVATIONS[activation], sizes.dropout
 
     def forward(self, u: Tensor) -> Tensor:
-        y = self.down(self.act(self.up(u)))
+        y = self.down(self.inner_norm(self.act(self.up(u))))
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
 
@@ -45,16 +44,15 @@ class GatedMLP(nn.Module):
     Source: Shazeer 2020, arXiv 2002.05202, eq. 6 (SwiGLU: act = silu).
     """
 
-    def __init__(
-        self, dim: int, bias: bool, dropout: float, *, activation: Activation = "silu", ratio: float = 8 / 3
-    ) -> None:
+    def __init__(self, setting: Setting, *, activation: Activation = "silu", ratio: float = 8 / 3) -> None:
         super().__init__()
-        hidden = hidden_width(dim, ratio)
-        self.gate = Linear(dim, hidden, role="gate", bias=bias)
-        self.up = Linear(dim, hidden, role="carry", bias=bias)
-        self.down = Linear(hidden, dim, role="write", bias=bias)
-        self.act, self.dropout = ACTIVATIONS[activation], dropout
+        sizes, hidden = setting.sizes, hidden_width(setting.sizes.dim, ratio)
+        self.gate = setting.linear(sizes.dim, hidden, "gate", sizes.bias)
+        self.up = setting.linear(sizes.dim, hidden, "carry", sizes.bias)
+        self.inner_norm = setting.norm_at("inner", hidden)
+        self.down = setting.linear(hidden, sizes.dim, "write", sizes.bias)
+        self.act, self.dropout = ACTIVATIONS[activation], sizes.dropout
 
     def forward(self, u: Tensor) -> Tensor:
-        y = self.down(self.act(self.gate(u)) * self.up(u))
+        y = self.down(self.inner_norm(self.act(self.gate(u)) * self.up(u)))
         return F.dropout(y, self.dropout, self.training) if self.dropout else y

@@ -83,15 +83,15 @@ class Normal:
         return self.std
 
 
-def std_of(linear: Linear, init: Init) -> float:
-    """The std of a matrix: gain * std(fan_in, fan_out), less what centring takes. q, k and v are separate matrices, and a
-    key-value head that serves several query heads counts as often as it is used, so that grouping does not change the
-    std."""
-    return _drawn_std(linear, init) * (sqrt(1 - 1 / linear.out_features) if _is_centred(linear, init) else 1)
+def std_of(linear: Linear, init: Init, factor: float = 1.0) -> float:
+    """The std of a matrix: factor * gain * std(fan_in, fan_out), less what centring takes; `factor` is the scaling's. q, k
+    and v are separate matrices, and a key-value head that serves several query heads counts as often as it is used, so that
+    grouping does not change the std."""
+    return _drawn_std(linear, init, factor) * (sqrt(1 - 1 / linear.out_features) if _is_centred(linear, init) else 1)
 
 
-def _drawn_std(linear: Linear, init: Init) -> float:
-    return linear.gain * init.matrix(linear.in_features, linear.out_features * linear.repeats)
+def _drawn_std(linear: Linear, init: Init, factor: float) -> float:
+    return factor * linear.gain * init.matrix(linear.in_features, linear.out_features * linear.repeats)
 
 
 def _is_centred(linear: Linear, init: Init) -> bool:
@@ -110,11 +110,12 @@ def draw_(parameter: Tensor, std: float, *, seed: int, name: str, centred: int |
             parameter -= parameter.mean(centred, keepdim=True)
 
 
-def initialise_(modules: Iterable[tuple[str, nn.Module]], init: Init, seed: int) -> None:
+def initialise_(modules: Iterable[tuple[str, nn.Module]], init: Init, seed: int, factor: float = 1.0) -> None:
     """Every Linear of the blocks: its matrix by role, shape and gain; its bias zero."""
     for name, module in modules:
         if isinstance(module, Linear):
             features = 0 if _is_centred(module, init) else None
-            draw_(module.weight, _drawn_std(module, init), seed=seed, name=f"{name}.weight", centred=features)
+            draw_(module.weight, _drawn_std(module, init, factor), seed=seed, name=f"{name}.weight", centred=features)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+            module.drawn()

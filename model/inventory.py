@@ -8,7 +8,6 @@ from torch import nn
 
 from model.linear import Linear
 from model.norm import Norm
-from model.stream import Stream
 from model.transformer import Transformer
 
 Part = Literal["embed", "attention", "ffn", "norm", "residual", "head"]
@@ -17,8 +16,8 @@ Kind = Literal["matrix", "bias", "norm", "coefficient", "embedding"]
 
 @dataclass(frozen=True)
 class Entry:
-    """`part` parts the network: the norms of a block, QK-norms included, count as `norm`, its learnt coefficients as
-    `residual`, a head norm as `head`, an embedding norm as `embed`, a tied matrix once, as `embed`. `layer` counts
+    """`part` parts the network: the norms of a block, QK-norms included, count as `norm`, what else its streams learn as
+    `residual`, a head norm and an outlet as `head`, an embedding norm as `embed`, a tied matrix once, as `embed`. `layer` counts
     from 1, and is 0 outside the blocks. `matrix` is the short name (q, k, v, o, up, gate, down) of a block's matrix
     and of its bias."""
 
@@ -37,30 +36,35 @@ def _kind_in_norm(leaf: str) -> Kind:
 
 
 def _of_block(prefix: str, block: nn.Module, layer: int) -> Iterator[Entry]:
-    for path, module in block.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            name = f"{prefix}.{path}.{leaf}"
-            if isinstance(module, Norm):
-                yield Entry(name, parameter, "norm", _kind_in_norm(leaf), layer)
-            elif isinstance(module, Stream):
-                yield Entry(name, parameter, "residual", "coefficient", layer)
-            else:
-                assert isinstance(module, Linear), f"{name}: a parameter of a kind that the inventory does not know"
-                part: Part = "attention" if path.startswith("attention.") else "ffn"
-                kind: Kind = "bias" if leaf == "bias" else "matrix"
-                yield Entry(name, parameter, part, kind, layer, path.rpartition(".")[2])
+    modules = dict(block.named_modules())
+    for inner, parameter in block.named_parameters():
+        path, _, leaf = inner.rpartition(".")
+        name, branch, module = f"{prefix}.{inner}", path.split("."), modules[path]
+        part: Part = "attention" if branch[0] == "attention" else "ffn"
+        if isinstance(module, Norm):
+            yield Entry(name, parameter, "norm", _kind_in_norm(leaf), layer)
+        elif branch[1] == "stream":
+            yield Entry(name, parameter, "residual", "coefficient", layer)
+        elif isinstance(module, Linear):
+            kinds: dict[str, Kind] = {"weight": "matrix", "bias": "bias"}
+            yield Entry(name, parameter, part, kinds.get(leaf, "coefficient"), layer, branch[-1])
+        else:
+            yield Entry(name, parameter, part, "coefficient", layer)
 
 
 def inventory(model: Transformer) -> list[Entry]:
     """Every parameter once, in the order of `model.named_parameters()`."""
 
+    norms = {name for name, module in model.named_modules() if isinstance(module, Norm)}
+
     def at_end(name: str, parameter: nn.Parameter, part: Part, kind: Kind) -> Entry:
-        in_norm = name.startswith(f"{part}.norm.")
-        return Entry(name, parameter, part, _kind_in_norm(name.rpartition(".")[2]) if in_norm else kind)
+        path, _, leaf = name.rpartition(".")
+        return Entry(name, parameter, part, _kind_in_norm(leaf) if path in norms else kind)
 
     entries = [at_end(f"embed.{name}", p, "embed", "embedding") for name, p in model.embed.named_parameters()]
     for layer, block in enumerate(model.blocks, start=1):
         entries += _of_block(f"blocks.{layer - 1}", block, layer)
+    entries += [at_end(f"outlet.{name}", p, "head", "coefficient") for name, p in model.outlet.named_parameters()]
     seen = {id(entry.parameter) for entry in entries}
     head = [(name, p) for name, p in model.head.named_parameters() if id(p) not in seen]
     entries += [at_end(f"head.{name}", p, "head", "matrix") for name, p in head]

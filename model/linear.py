@@ -16,7 +16,7 @@ class Linear(nn.Linear):
     The network initialises it (`model/init.py`); on its own it holds whatever memory held.
     """
 
-    def __init__(self, fan_in: int, fan_out: int, *, role: Role, bias: bool = False, repeats: int = 1) -> None:
+    def __init__(self, fan_in: int, fan_out: int, role: Role, bias: bool = False, repeats: int = 1) -> None:
         super().__init__(fan_in, fan_out, bias=bias)
         self.role: Role = role
         self.gain = 1.0
@@ -24,3 +24,6 @@ class Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         """Nothing: every draw is made once, by name and seed, when the network is whole."""
+
+    def drawn(self) -> None:
+        """Called once the matrix holds its initial numbers: what depends on them is set here."""

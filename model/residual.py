@@ -2,8 +2,8 @@
 
     x <- N_sum(alpha x + beta N_out(F(s N_in(x))))
 
-A method is a function `(site, dim, *, its own knobs)`. A coefficient is a plain float, or a Parameter where the method
-learns it. Gains go by the role of a matrix (`model/linear.py`), never by its name.
+A method is a function `(site, dim, *, its own knobs)`. A coefficient is a plain float, a Parameter where the method
+learns it (a scalar, or one number a feature), or `Computed`. Gains go by the role of a matrix (`model/linear.py`), never by its name.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,24 +12,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from model.coefficient import Coefficient
 from model.site import Site
-
-Coefficient = float | nn.Parameter
-
-
-def number(coefficient: Coefficient) -> float:
-    """A coefficient as it stands, learnt or not."""
-    return coefficient.item() if isinstance(coefficient, nn.Parameter) else coefficient
 
 
 @dataclass(frozen=True)
 class Residual:
-    """alpha, s, beta of one branch, and `gains`: role -> factor on the std of the initial matrix."""
+    """alpha, s, beta of one branch, and `gains`: role -> factor on the std of the initial matrix. `shared`: both branches
+    of a layer have the attention's, where a method learns one a layer."""
 
     alpha: Coefficient = 1.0
     s: Coefficient = 1.0
     beta: Coefficient = 1.0
     gains: Mapping[str, float] = field(default_factory=dict)
+    shared: bool = False
 
 
 Method = Callable[[Site, int], Residual]

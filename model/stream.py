@@ -1,9 +1,11 @@
-"""What the residual stream is: one tensor, and two verbs.
+"""What the residual stream is: one tensor, and what a branch does with it.
 
+    base:   x <- N_both(x)                            what skip and branch both see
     read:   u = s N_in(x)                             what the branch is given
-    write:  x <- N_sum(alpha x + beta N_out(y))       how its answer y = F(u) joins
+    write:  x <- N_sum(alpha x + r beta N_out(y))     how its answer y = F(u) joins
 
-The verbs use `*`, `+` and calls alone, so that `model/equation.py` runs the very same code on symbols.
+The verbs use `*`, `+` and calls alone, so that `model/equation.py` runs the very same code on symbols. Other kinds of
+stream carry more than one tensor (`conf/stream/`): their state is a tuple, or one tensor with a dimension more.
 """
 
 from collections.abc import Callable, Set
@@ -11,31 +13,89 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from model.residual import Coefficient, Residual
+from model.coefficient import Coefficient, times
+from model.residual import Residual
+from model.site import Site
+
+State = Any  # of a single stream a Tensor (batch, time, dim); of others what their `enter` gives
 
 
 class Stream(nn.Module):
     """The norms at the places of one branch and its coefficients. A place without a norm is `nn.Identity`, so that
-    hooks find the same names under every placement."""
+    hooks find the same names under every placement. `ramp` is r, a factor that follows the steps of a training."""
 
     alpha: Coefficient
     s: Coefficient
     beta: Coefficient
+    ramp: Coefficient
 
-    def __init__(self, dim: int, *, places: Set[str], norm: Callable[[int], nn.Module], residual: Residual) -> None:
+    def __init__(
+        self,
+        dim: int,
+        *,
+        places: Set[str],
+        norm: Callable[[int], nn.Module],
+        residual: Residual,
+        ramp: Coefficient = 1.0,
+    ) -> None:
         super().__init__()
+        self.norm_both = norm(dim) if "both" in places else nn.Identity()
         self.norm_in = norm(dim) if "in" in places else nn.Identity()
         self.norm_out = norm(dim) if "out" in places else nn.Identity()
         self.norm_sum = norm(dim) if "sum" in places else nn.Identity()
-        self.alpha, self.s, self.beta = residual.alpha, residual.s, residual.beta
+        self.alpha, self.s, self.beta, self.ramp = residual.alpha, residual.s, residual.beta, ramp
 
-    def read(self, x: Tensor) -> Tensor:
+    def base(self, x: State) -> State:
+        return self.norm_both(x)
+
+    def read(self, x: State) -> Tensor:
         return times(self.s, self.norm_in(x))
 
-    def write(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.norm_sum(times(self.alpha, x) + times(self.beta, self.norm_out(y)))
+    def write(self, x: State, y: Tensor) -> State:
+        return self.norm_sum(times(self.alpha, x) + self.branch(y))
+
+    def branch(self, y: Tensor) -> Tensor:
+        """r beta N_out(y): what the branch adds."""
+        return times(self.ramp, times(self.beta, self.norm_out(y)))
 
 
-def times(c: Any, x: Any) -> Any:
-    """c x; a constant 1 costs nothing."""
-    return x if isinstance(c, float) and c == 1.0 else c * x
+class Single:
+    """One tensor from the embedding to the head: the base of the other kinds.
+
+    A kind makes the `Stream` of each branch (`at`), turns the embedding into the first state (`enter`) and the last state
+    into what the head reads (`outlet`). `letters` names the tensors of the state in the equation.
+    """
+
+    letters: tuple[str, ...] = ("x",)
+
+    def at(
+        self,
+        site: Site,
+        dim: int,
+        *,
+        places: frozenset[str],
+        norm: Callable[[int], nn.Module],
+        residual: Residual,
+        ramp: Coefficient = 1.0,
+    ) -> Stream:
+        return Stream(dim, places=places, norm=norm, residual=residual, ramp=ramp)
+
+    def enter(self, x: Tensor) -> State:
+        """(batch, time, dim) to the state before the first block."""
+        return x
+
+    def outlet(self, depth: int, dim: int, norm: Callable[[int], nn.Module]) -> nn.Module:
+        """A module from the state after the last block to (batch, time, dim), before the head's norm."""
+        return nn.Identity()
+
+    def after(self, site: Site) -> tuple[str, ...]:
+        """The letters of the state that the branch at this site leaves: for the equation."""
+        return self.letters
+
+    def tensors(self, state: State) -> tuple[Tensor, ...]:
+        """Those of a state that measurements of the stream take their mean over."""
+        return state if isinstance(state, tuple) else (state,)
+
+    def refusal(self, site: Site, places: frozenset[str], residual: Residual) -> str | None:
+        """Why this kind does not go with these places or this residual method, and what does; None where it does."""
+        return None

@@ -1,23 +1,27 @@
 """A decoder-only Transformer: embedding, blocks, head."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from model.attention import Attention
 from model.block import Block, Branch
+from model.coefficient import Ramped, scaled, times
 from model.execution import Execution, cross_entropy
 from model.init import Init, draw_, initialise_
+from model.linear import Linear
 from model.placement import Placement
 from model.position import NoPosition
-from model.residual import Method
-from model.site import Branch as BranchName
+from model.ramp import NoRamp
+from model.residual import Method, Residual
+from model.scaling import NoScaling
+from model.setting import Setting
 from model.site import Site
 from model.sizes import Sizes
-from model.stream import Stream
+from model.stream import Single
 
 
 @dataclass(frozen=True)
@@ -27,8 +31,13 @@ class Choices:
     norm: Callable[[int], nn.Module]
     placement: Placement
     residual: Method
+    stream: Single
+    ramp: NoRamp
+    scaling: NoScaling
     init: Init
-    ffn: Callable[..., nn.Module]
+    linear: Callable[..., Linear]
+    attention: Callable[[Setting], nn.Module]
+    ffn: Callable[[Setting], nn.Module]
     position: Callable[..., NoPosition]
 
 
@@ -49,18 +58,23 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """logits = W N_head(x): (batch, time, dim) to (batch, time, vocab)."""
+    """logits = c W N_head(x): (batch, time, dim) to (batch, time, vocab); c is 1 but for a scaling that has another."""
 
-    def __init__(self, weight: nn.Parameter, norm: nn.Module) -> None:
+    def __init__(self, weight: nn.Parameter, norm: nn.Module, scale: float = 1.0) -> None:
         super().__init__()
-        self.weight, self.norm = weight, norm
+        self.weight, self.norm, self.scale = weight, norm, scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x), self.weight)
+        return self.logits(self.norm(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of what the matrix reads."""
+        return F.linear(times(self.scale, x), self.weight)
 
 
 class Transformer(nn.Module):
-    """logits = head(block_N(... block_1(embedding(tokens)))): int64 (batch, time <= context) to (batch, time, vocab).
+    """logits = head(outlet(block_N(... block_1(enter(embedding(tokens)))))): int64 (batch, time <= context) to (batch, time,
+    vocab). `enter` and `outlet` are those of the stream; a single tensor passes through them.
 
     With `targets`, int64 like the tokens, the mean cross-entropy of these logits, in nats. `choices` says what stands at each
     site, `execution` how the blocks are run. Initialised in full by `seed`.
@@ -69,7 +83,8 @@ class Transformer(nn.Module):
     def __init__(self, vocab: int, choices: Choices, sizes: Sizes, seed: int) -> None:
         super().__init__()
         dim, norm, init = sizes.dim, choices.norm, choices.init
-        self.depth, self.dim, self.context = sizes.depth, dim, sizes.context
+        self.depth, self.dim, self.context, self.sizes = sizes.depth, dim, sizes.context, sizes
+        self.stream, self.ramp, self.scaling = choices.stream, choices.ramp, choices.scaling
         self.execution = Execution()
 
         position = choices.position(dim, sizes.head_dim, sizes.context)
@@ -79,7 +94,12 @@ class Transformer(nn.Module):
         ends = {place: norm(dim) if place in choices.placement.ends else nn.Identity() for place in ("embed", "head")}
         self.embed = Embedding(token, rms / token_std, position, ends["embed"], sizes.dropout)
         self.blocks = nn.ModuleList(_block(layer, choices, sizes, position) for layer in range(1, sizes.depth + 1))
-        self.head = Head(token if sizes.tied else nn.Parameter(torch.empty(vocab, dim)), ends["head"])
+        self.outlet = choices.stream.outlet(sizes.depth, dim, norm)
+        output = token if sizes.tied else nn.Parameter(torch.empty(vocab, dim))
+        self.head = Head(output, ends["head"], choices.scaling.logits(sizes))
+
+        self._ramped = list(_ramped(self.blocks))
+        self._held: list[Any] = [m for m in self.modules() if m is not self and hasattr(m, "after_step")]
 
         features = -1 if init.centred else None
         draw_(token, token_std, seed=seed, name="embed.token", centred=features)
@@ -87,20 +107,57 @@ class Transformer(nn.Module):
             draw_(self.head.weight, init.head(dim), seed=seed, name="head.weight")
         for name, parameter in position.named_parameters():
             draw_(parameter, rms, seed=seed, name=f"position.{name}", centred=features)
-        initialise_(self.blocks.named_modules(), init, seed)
+        initialise_(self.blocks.named_modules(), init, seed, choices.scaling.matrix(sizes))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = self.execution(self.blocks, self.embed(tokens))
+        x = self.outlet(self.execution(self.blocks, self.stream.enter(self.embed(tokens))))
         return self.head(x) if targets is None else cross_entropy(self.head, x, targets, len(self.head.weight))
+
+    def at_step(self, step: int) -> None:
+        """Before the forward pass of optimizer step `step`, counted from 1: each ramp is where it stands then."""
+        for site, coefficient in self._ramped:
+            coefficient.value.fill_(self.ramp.factor(site, step))
+
+    def after_step(self) -> None:
+        """After each optimizer step: modules that hold their weights to a rule do so."""
+        with torch.no_grad():
+            for module in self._held:
+                module.after_step()
+
+
+def _ramped(blocks: nn.ModuleList) -> Iterator[tuple[Site, Ramped]]:
+    for layer, block in enumerate(blocks, start=1):
+        assert isinstance(block, Block)
+        for site, branch in (
+            (Site("attention", layer, len(blocks)), block.attention),
+            (Site("ffn", layer, len(blocks)), block.ffn),
+        ):
+            if isinstance(branch.stream.ramp, Ramped):
+                yield site, branch.stream.ramp
+
+
+def setting(choices: Choices, sizes: Sizes, site: Site, position: NoPosition) -> Setting:
+    """What the function of the branch at this site is built with."""
+    places, scale = choices.placement.at(site), choices.scaling.scores(sizes)
+    return Setting(sizes, site, places, choices.norm, choices.linear, position.rotate, scale)
+
+
+def residual_at(choices: Choices, dim: int, site: Site) -> Residual:
+    """The residual method's coefficients, what the branch adds times the scaling's factor."""
+    residual = choices.residual(site, dim)
+    return replace(residual, beta=scaled(choices.scaling.branch(site), residual.beta))
 
 
 def _block(layer: int, choices: Choices, sizes: Sizes, position: NoPosition) -> Block:
     """What stands in one layer: two branches, each with the norms and coefficients of its site."""
-
-    def branch(name: BranchName, function: nn.Module) -> Branch:
-        site = Site(name, layer, sizes.depth)
-        residual, places = choices.residual(site, sizes.dim), choices.placement.at(site)
-        return Branch(function, Stream(sizes.dim, places=places, norm=choices.norm, residual=residual), residual)
-
-    attention = Attention(sizes, choices.norm, position.rotate)
-    return Block(branch("attention", attention), branch("ffn", choices.ffn(sizes.dim, sizes.bias, sizes.dropout)))
+    sites = Site("attention", layer, sizes.depth), Site("ffn", layer, sizes.depth)
+    residuals = [residual_at(choices, sizes.dim, site) for site in sites]
+    if residuals[0].shared:
+        residuals[1] = replace(residuals[0], gains=residuals[1].gains)
+    branches = []
+    for site, residual, make in zip(sites, residuals, (choices.attention, choices.ffn), strict=True):
+        function, places = make(setting(choices, sizes, site, position)), choices.placement.at(site)
+        ramp, norm = choices.ramp.at(site), choices.norm
+        stream = choices.stream.at(site, sizes.dim, places=places, norm=norm, residual=residual, ramp=ramp)
+        branches.append(Branch(function, stream, residual))
+    return Block(*branches)

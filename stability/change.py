@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from model.inventory import Entry
 from model.transformer import Transformer
@@ -27,9 +26,7 @@ def features(model: Transformer, windows: Sequence[Tensor], *, autocast: bool = 
 
 def _features(model: Transformer, tokens: Tensor, autocast: bool) -> Tensor:
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
-        x = model.embed(tokens)
-        for block in model.blocks:
-            x = block(x)
+        x = model.outlet(model.execution(model.blocks, model.stream.enter(model.embed(tokens))))
         x = model.head.norm(x)
     assert isinstance(x, Tensor)
     return x
@@ -76,14 +73,14 @@ def future_leak(model: Transformer, windows: Tensor, *, autocast: bool = False) 
     tokens = windows[:, :-1]
     other = tokens.clone()
     other[:, -1] = (other[:, -1] + 1) % model.head.weight.shape[0]
-    streams, weight = [], model.head.weight
+    streams, zero = [], model.head.weight.new_zeros(())
     for given in (tokens, other):
         with as_found(model), torch.no_grad():
             streams.append(_features(model, given, autocast)[:, :-1])
-    leak = wide(weight.new_zeros(()))
+    leak = wide(zero)
     with torch.no_grad(), torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
         for here, there in zip(*streams, strict=True):
             if len(here):  # a single position has none before it
-                apart = wide(F.linear(there, weight)) - wide(F.linear(here, weight))
+                apart = wide(model.head.logits(there)) - wide(model.head.logits(here))
                 leak = torch.maximum(leak, apart.abs_().max())
     return leak

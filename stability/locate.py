@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from model.execution import eagerly
 from model.transformer import Transformer
@@ -61,7 +63,7 @@ def first_bad_place(
 def _first_bad(model: Transformer, tokens: Tensor) -> Place | None:
     found: list[Place] = []  # in the order of the computation, what is inside a module before the module
 
-    def look(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def look(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if not found and not _finite(output) and all(map(_finite, inputs)):
             # what is called inside it has been looked at before: what is left is its own or is never called
             bad = next((leaf for leaf, tensor in module.named_parameters() if not _finite(tensor)), None)
@@ -75,5 +77,6 @@ def _first_bad(model: Transformer, tokens: Tensor) -> Place | None:
     return found[0] if found else None
 
 
-def _finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())
+def _finite(value: Any) -> bool:
+    """Of a tensor, or of all tensors of a state."""
+    return all(bool(torch.isfinite(leaf).all()) for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -13,12 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from model.coefficient import number
 from model.ffn import MLP
 from model.init import Xavier
-from model.residual import Residual, number
+from model.linear import Linear
+from model.position import NoPosition
+from model.residual import Residual
 from model.site import Branch, Site
 from model.sizes import Sizes
-from model.transformer import Choices
+from model.stream import Single
+from model.transformer import Choices, residual_at, setting
 from stability.records import Array
 
 XIONG, PERI_LN, DEEPNET = "Xiong et al. 2020", "Kim et al. 2025", "Wang et al. 2022"
@@ -119,8 +123,9 @@ class Prediction:
 def predict(choices: Choices, sizes: Sizes) -> Prediction:
     """Judged by what a configuration does (places, coefficients, stds), not by its names."""
     sites = [Site(branch, layer, sizes.depth) for layer in range(1, sizes.depth + 1) for branch in BRANCHES]
-    places, residuals = [choices.placement.at(site) for site in sites], [choices.residual(s, sizes.dim) for s in sites]
-    if not _brings_to_one(choices.norm(sizes.dim), sizes.dim):
+    places = [choices.placement.at(site) for site in sites]
+    residuals = [residual_at(choices, sizes.dim, site) for site in sites]
+    if not (_plain_stream(choices, places, sites[0]) and _brings_to_one(choices.norm(sizes.dim), sizes.dim)):
         return Prediction()
     stream = source = None
     if joins := _joins(choices, sizes, places, residuals):
@@ -174,7 +179,7 @@ def _kept(choices: Choices, sizes: Sizes) -> float:
 
 
 def _ffn(choices: Choices, sizes: Sizes) -> nn.Module:
-    return choices.ffn(sizes.dim, sizes.bias, 0.0)
+    return choices.ffn(setting(choices, sizes, Site("ffn", 1, sizes.depth), NoPosition(1, 1, 1)))
 
 
 def _square(choices: Choices, residual: Residual, role: str, fan_in: int, fan_out: int) -> float:
@@ -188,6 +193,12 @@ def _gains(choices: Choices, sizes: Sizes, residuals: Sequence[Residual]) -> tup
     alpha = np.array([number(residual.alpha) / number(residual.beta) for residual in residuals])
     v, w = (np.array([base * r.gains.get(role, 1.0) for r in residuals]) for role in ("carry", "write"))
     return alpha, v, w
+
+
+def _plain_stream(choices: Choices, places: Sequence[frozenset[str]], site: Site) -> bool:
+    """One tensor, matrices as they are drawn, and no place or ramp that the papers do not have."""
+    at_once = isinstance(choices.ramp.at(site), float) and getattr(choices.linear, "func", choices.linear) is Linear
+    return type(choices.stream) is Single and at_once and not any(at & {"both", "qkv", "inner"} for at in places)
 
 
 def _brings_to_one(norm: nn.Module, dim: int) -> bool:

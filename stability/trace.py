@@ -12,24 +12,25 @@ from torch import Tensor, nn
 
 from model.attention import Attention
 from model.block import Branch
+from model.coefficient import times
 from model.execution import eagerly
 from model.inventory import Entry, inventory
 from model.loss import next_token_loss
-from model.stream import times
 from model.transformer import Transformer
 from stability.gradients import GradientNorms
 from stability.metrics import attention_entropy, attention_logits, effective_gain, mean_square, token_cosine, wide
 from stability.records import Array
 
 BRANCHES = ("attention", "ffn")
-Look = Callable[[Tensor], None]
+Look = Callable[[Any], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
     """The step that a training would take, before it is taken. N blocks; float64.
 
-    At N + 1 places, the stream after the embedding (0) and after each block:
+    At N + 1 places, the stream after the embedding (0) and after each block (of a stream of several tensors, mean squares and
+    cosines are means over them, and the gradient's norm is of all of them together):
         stream_rms: sqrt(mean(x^2)) over batch, time and features.
         stream_grad_norm: L2 norm of the gradient of the loss with respect to the stream.
         token_cosine: mean cosine between different tokens of a sequence (`stability/metrics.py`).
@@ -155,7 +156,7 @@ def _hooked(model: Transformer, seen: _Seen, device: str) -> Iterator[None]:
     """Hooks on the modules that every placement has: a place without a norm is an Identity, of the same name."""
     with ExitStack() as hooks:
 
-        def quietly(look: Look, x: Tensor) -> None:
+        def quietly(look: Look, x: Any) -> None:
             """Looking is no part of the step: no graph, and not in the step's reduced precision."""
             if seen.looking:
                 with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -164,35 +165,39 @@ def _hooked(model: Transformer, seen: _Seen, device: str) -> Iterator[None]:
         def after(module: nn.Module, look: Look) -> None:
             hooks.callback(module.register_forward_hook(lambda _, __, output: quietly(look, output)).remove)
 
-        def before(module: nn.Module, look: Look) -> None:
-            hooks.callback(module.register_forward_pre_hook(lambda _, inputs: quietly(look, inputs[0])).remove)
-
+        tensors = model.stream.tensors
         after(model.embed, partial(_stream, seen, 0))
         for layer, block in enumerate(model.blocks, start=1):
-            after(block, partial(_stream, seen, layer))
+            after(block, partial(_of_state, tensors, partial(_stream, seen, layer)))
             for name in BRANCHES:
                 branch = block.get_submodule(name)
                 assert isinstance(branch, Branch)
                 stream, ms = branch.stream, partial(_mean_square, seen, layer)
-                before(branch, partial(ms, f"{name}_skip_rms", stream.alpha))
+                skip = partial(ms, f"{name}_skip_rms", stream.alpha)
+                after(stream.norm_both, partial(_of_state, tensors, skip))
                 after(stream.norm_out, partial(ms, f"{name}_rms", stream.beta))
                 if isinstance(branch.function, Attention):
                     _on_attention(branch.function, partial(_attention, seen, layer, branch.function), after)
         yield
 
 
-def _stream(seen: _Seen, place: int, x: Tensor) -> None:
-    seen.mean("stream_rms", place, mean_square(x))
-    seen.mean("token_cosine", place, token_cosine(x))
+def _of_state(tensors: Callable[[Any], tuple[Tensor, ...]], look: Callable[..., None], state: Any) -> None:
+    look(*tensors(state))
 
+
+def _stream(seen: _Seen, place: int, *state: Tensor) -> None:
     def reduce(gradient: Tensor) -> None:
         seen.sum("stream_grad_norm", place, wide(gradient).square().sum())
 
-    x.register_hook(reduce)  # type: ignore[no-untyped-call]
+    for x in state:
+        seen.mean("stream_rms", place, mean_square(x) / len(state))
+        seen.mean("token_cosine", place, token_cosine(x) / len(state))
+        x.register_hook(reduce)  # type: ignore[no-untyped-call]
 
 
-def _mean_square(seen: _Seen, layer: int, name: str, coefficient: Any, x: Tensor) -> None:
-    seen.mean(name, layer, mean_square(times(coefficient, x)))
+def _mean_square(seen: _Seen, layer: int, name: str, coefficient: Any, *state: Tensor) -> None:
+    for x in state:
+        seen.mean(name, layer, mean_square(times(coefficient, x)) / len(state))
 
 
 def _on_attention(

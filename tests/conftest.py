@@ -16,8 +16,13 @@ from omegaconf import DictConfig
 
 import train
 from conf.check import check, check_network
-from conf.help import CONF
+from conf.help import CONF, choices
 from conf.sweep import without_schemas
+from model.linear import Linear
+from model.norm import RMSNorm
+from model.setting import Setting
+from model.site import Site
+from model.sizes import Sizes
 
 ROOT = Path(__file__).parents[1]
 without_schemas()
@@ -35,8 +40,8 @@ def config(*overrides: str) -> tuple[DictConfig, dict[str, str]]:
     """(The composed config, axis -> choice)."""
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         cfg = compose("config", list(overrides), return_hydra_config=True)
-    choices = dict(cfg.hydra.runtime.choices)
-    return DictConfig({key: value for key, value in cfg._content.items() if key != "hydra"}), choices
+    chosen = dict(cfg.hydra.runtime.choices)
+    return DictConfig({key: value for key, value in cfg._content.items() if key != "hydra"}), chosen
 
 
 @cache
@@ -64,10 +69,28 @@ def network(*overrides: str, vocab: int = 11) -> Any:
     return train.network(settings, train.choices_of(settings), vocab)
 
 
+def setting(sizes: Sizes, **more: Any) -> Setting:
+    """Around a branch's function that stands in no network."""
+    given = {"places": frozenset(), "norm": RMSNorm, "linear": Linear} | more
+    return Setting(sizes, Site("attention", 1, sizes.depth), **given)
+
+
+CORE = {"pre", "post"}, {"standard", "deepnorm"}
+
+
 def cells() -> list[tuple[str, str, str]]:
-    """Every norm x placement x residual."""
-    names = [sorted(path.stem for path in (CONF / axis).glob("*.yaml")) for axis in ("norm", "placement", "residual")]
-    return [(norm, placement, residual) for norm in names[0] for placement in names[1] for residual in names[2]]
+    """norm x placement x residual: every one of the core's placements and residuals with every norm, and each pair of the
+    others in at least one cell, since a product of all would take an hour."""
+    norms, placements, residuals = (choices(axis) for axis in ("norm", "placement", "residual"))
+    core = {(norm, place, method) for norm in norms for place in CORE[0] for method in CORE[1]}
+    pairs = {(norms[(i + j) % len(norms)], p, r) for i, p in enumerate(placements) for j, r in enumerate(residuals)}
+    pairs |= {
+        (n, p, residuals[(i + j) % len(residuals)]) for i, n in enumerate(norms) for j, p in enumerate(placements)
+    }
+    pairs |= {
+        (n, placements[(i + j) % len(placements)], r) for i, n in enumerate(norms) for j, r in enumerate(residuals)
+    }
+    return sorted(core | pairs)
 
 
 @pytest.fixture
@@ -97,8 +120,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[
         given = {word.partition("=")[0] for word in overrides}
         words = [w for i, w in enumerate(words) if i >= len(words) - len(overrides) or w.partition("=")[0] not in given]
         where = directory or tmp_path / f"run{next(count)}"
-        cfg, choices = config(*words)
-        summary, code = train.train(cfg, where, choices, words)
+        cfg, chosen = config(*words)
+        summary, code = train.train(cfg, where, chosen, words)
         lines = (where / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines], summary | {"code": code, "directory": where}
 

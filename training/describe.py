@@ -9,11 +9,11 @@ from torch import nn
 
 from data.tokens import Tokens
 from model.block import Branch
+from model.coefficient import Coefficient, number
 from model.equation import equation
 from model.init import std_of
 from model.linear import Linear
 from model.norm import Norm
-from model.residual import number
 from model.transformer import Choices, Transformer
 from training import device as machine
 from training.flops import flops_per_token
@@ -23,7 +23,12 @@ SHOWN = (
     "norm",
     "placement",
     "residual",
+    "stream",
+    "ramp",
+    "scaling",
     "init",
+    "linear",
+    "attention",
     "ffn",
     "position",
     "model",
@@ -32,6 +37,8 @@ SHOWN = (
     "optimizer",
     "schedule",
 )
+# said where another is chosen
+UNTOLD = {"stream": "single", "ramp": "none", "scaling": "none", "linear": "plain", "attention": "softmax"}
 
 
 def describe(
@@ -47,7 +54,7 @@ def describe(
 ) -> tuple[str, dict[str, Any]]:
     """(The lines that a run prints when it starts, the facts that its summary repeats.)"""
     has_norm = any(isinstance(module, Norm) for module in model.modules())
-    line = equation(choices.placement, choices.residual, model.depth, has_norm=has_norm)
+    line = equation(choices, model.depth, has_norm=has_norm)
     name = plain["name"] or f"{axes['norm']} {axes['placement']} {axes['residual']}"
     facts = {
         "name": name,
@@ -62,7 +69,7 @@ def describe(
     floor = f", true entropy {tokens.floor:.4f}" if tokens.floor is not None else ""
     rows = {
         "run": f"{name}  ->  {directory}",
-        "choices": "  ".join(f"{axis}={axes[axis]}" for axis in SHOWN),
+        "choices": "  ".join(f"{axis}={axes[axis]}" for axis in SHOWN if axes[axis] != UNTOLD.get(axis)),
         "equation": line,
         "constants": _coefficients(model) + (f"  eps = {plain['norm']['eps']:g}" if has_norm else ""),
         "initial std": _stds(model, choices),
@@ -116,16 +123,22 @@ def _coefficients(model: Transformer) -> str:
     said = []
     for letter in ("alpha", "s", "beta"):
         values = [getattr(branch.stream, letter) for branch in branches]
-        learnt = ", learnt" if isinstance(values[0], nn.Parameter) else ""
+        learnt = ", learnt" if _is_learnt(values[0]) else ""
         said.append(f"{letter} = {_span([number(value) for value in values])}{learnt}")
     return "  ".join(said)
 
 
+def _is_learnt(value: Coefficient) -> bool:
+    return isinstance(value, nn.Parameter) or (isinstance(value, nn.Module) and any(True for _ in value.parameters()))
+
+
 def _stds(model: Transformer, choices: Choices) -> str:
-    stds: dict[str, list[float]] = {}
+    factor, stds = choices.scaling.matrix(model.sizes), dict[str, list[float]]()
     for name, module in model.blocks.named_modules():
         if isinstance(module, Linear):
-            stds.setdefault(f"{name.rpartition('.')[2]} ({module.role})", []).append(std_of(module, choices.init))
+            stds.setdefault(f"{name.rpartition('.')[2]} ({module.role})", []).append(
+                std_of(module, choices.init, factor)
+            )
     return "  ".join(f"{name} {_span(values)}" for name, values in stds.items())
 
 

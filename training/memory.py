@@ -1,6 +1,7 @@
 """Whether what autograd keeps of a step fits into memory, and how the network is run for that."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +66,16 @@ def activations(model: Transformer, plain: dict[str, Any], *, rows: int, device:
     for module in block.modules():
         if isinstance(module, Attention) and device != "cpu":
             module.dropout = 0.0  # a CPU's attention keeps all scores where it drops some, a GPU's does not
+
+    def pass_through(x: Tensor) -> Any:
+        return block(model.stream.enter(x))
+
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16-mixed"):
-        one, two = (_kept(block, (count, model.context, model.dim)) for count in (1, 2))
+        one, two = (_kept(pass_through, block, (count, model.context, model.dim)) for count in (1, 2))
     return len(model.blocks) * (one + (two - one) * (rows - 1))
 
 
-def _kept(block: nn.Module, shape: tuple[int, int, int]) -> int:
+def _kept(run: Callable[[Tensor], Any], block: nn.Module, shape: tuple[int, int, int]) -> int:
     """Bytes that autograd keeps of a forward pass on the CPU, parameters apart, each piece of memory counted once."""
     known = {tensor.untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
     kept: dict[int, int] = {}
@@ -83,7 +88,7 @@ def _kept(block: nn.Module, shape: tuple[int, int, int]) -> int:
 
     dtype = next(block.parameters()).dtype
     with torch.random.fork_rng([]), torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        output = block(torch.zeros(shape, dtype=dtype, requires_grad=True))
+        output = run(torch.zeros(shape, dtype=dtype, requires_grad=True))
     del output
     return sum(kept.values())
 

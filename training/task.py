@@ -72,6 +72,7 @@ class Task(pl.LightningModule):
             self.model.zero_grad()
 
     def training_step(self, windows: Tensor, index: int) -> Tensor:
+        self.model.at_step(self.trainer.global_step + 1)
         loss = self._micro_batch(windows)
         # every micro-batch has as many tokens, so the mean of means is the mean over tokens; the quotient is a copy
         part = loss.detach() / self.accumulate
@@ -93,6 +94,10 @@ class Task(pl.LightningModule):
         self._loss = None
         if self.recorder.reason:
             self.trainer.should_stop = True
+
+    def optimizer_step(self, *args: Any, **knobs: Any) -> None:
+        super().optimizer_step(*args, **knobs)
+        self.model.after_step()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Beside weights and optimizer: whose they are, and what dropout draws next. Plain containers and tensors alone."""

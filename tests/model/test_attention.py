@@ -10,9 +10,9 @@ from torch import nn
 from model import attention as attention_module
 from model.attention import Attention
 from model.ffn import MLP, GatedMLP, hidden_width
-from model.norm import RMSNorm
 from model.position import LearnedPosition, NoPosition, Rotary
 from model.sizes import Sizes
+from tests.conftest import setting
 
 DIM, HEADS, TIME = 24, 6, 7
 
@@ -20,7 +20,7 @@ DIM, HEADS, TIME = 24, 6, 7
 def build(kv_heads: int = HEADS, qk_norm: str = "none", rotate=lambda q: q, bias: bool = True) -> Attention:
     torch.manual_seed(0)
     sizes = Sizes(1, DIM, HEADS, TIME, kv_heads=kv_heads, qk_norm=qk_norm, bias=bias)
-    module = Attention(sizes, RMSNorm, rotate).double()
+    module = Attention(setting(sizes, rotate=rotate)).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     return module
@@ -79,7 +79,7 @@ def test_equals_the_textbook(kv_heads: int, qk_norm: str, rotary: bool):
 def test_scores_below_any_finite_mask_stay_masked(oracle):
     """A mask of -1e4 lets a query whose own score is -15258 look into the future; -inf does not."""
     case = oracle("attention_mask_probe.json")["additive_-1e4_leak"]
-    module = Attention(Sizes(1, 4, 1, 4), RMSNorm)
+    module = Attention(setting(Sizes(1, 4, 1, 4)))
     with torch.no_grad():
         for linear in (module.v, module.o):
             linear.weight.copy_(torch.eye(4))
@@ -131,7 +131,7 @@ def test_positions_say_what_they_add():
 @pytest.mark.parametrize("gated", [False, True])
 def test_feed_forward_equals_its_equation(gated: bool):
     kind = GatedMLP if gated else MLP
-    module = kind(6, True, 0.0).double()
+    module = kind(setting(Sizes(1, 6, 1, 1, bias=True))).double()
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     u = torch.randn(5, 6, dtype=torch.float64)
@@ -152,7 +152,7 @@ def test_hidden_widths():
 
 
 def test_dropout_acts_in_training_alone():
-    module = MLP(16, False, 0.5)
+    module = MLP(setting(Sizes(1, 16, 1, 1, dropout=0.5)))
     for parameter in module.parameters():
         nn.init.normal_(parameter)
     u = torch.randn(64, 16)

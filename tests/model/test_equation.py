@@ -1,5 +1,7 @@
 """The equation at the head of each placement and recipe file is what its `Stream` does."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -20,22 +22,22 @@ FILES += [("recipe", name) for name in choices("recipe") if name != "none"]
 @pytest.mark.parametrize("axis, name", FILES)
 def test_the_first_line_of_the_file_is_its_equation(axis: str, name: str):
     built = train.choices_of(plain(f"{axis}={name}"))
-    assert summary(axis, name).removesuffix("   (at depth 12)") == equation(built.placement, built.residual, depth=12)
+    assert summary(axis, name).removesuffix("   (at depth 12)") == equation(built, depth=12)
 
 
 def test_without_a_norm_the_equation_shows_none():
     built = train.choices_of(plain("placement=peri", "norm=none"))
-    assert equation(built.placement, built.residual, 3, has_norm=False) == "x <- x + F(x);  logits = W x"
+    assert equation(built, 3, has_norm=False) == "x <- x + F(x);  logits = W x"
 
 
 def test_coefficients_appear_by_their_letters():
     built = train.choices_of(plain("placement=sandwich", "residual=learned_scalars"))
-    assert equation(built.placement, built.residual, 3) == "x <- alpha x + beta N(F(N(x)));  logits = W N(x)"
+    assert equation(built, 3) == "x <- alpha x + beta N(F(N(x)));  logits = W N(x)"
     scaled = lambda site, dim: Residual(s=0.5, alpha=2.0)  # noqa: E731
     built = train.choices_of(plain("placement=pre"))
-    assert equation(built.placement, scaled, 3) == "x <- alpha x + F(s N(x));  logits = W N(x)"
+    assert equation(replace(built, residual=scaled), 3) == "x <- alpha x + F(s N(x));  logits = W N(x)"
     built = train.choices_of(plain("placement=post"))
-    assert equation(built.placement, deepnorm, 3) == "x <- N(alpha x + F(x));  logits = W x"
+    assert equation(replace(built, residual=deepnorm), 3) == "x <- N(alpha x + F(x));  logits = W x"
 
 
 @pytest.mark.case("P01 labmlai/annotated_deep_learning_paper_implementations#145")

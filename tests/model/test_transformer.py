@@ -1,6 +1,7 @@
 """The whole network: every cell of the cross product, causality by gradient, sizes."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -72,14 +73,14 @@ def test_the_equation_is_what_the_network_computes(placement: str, residual: str
             if parameter.ndim < 2:
                 parameter.add_(torch.rand_like(parameter))  # so that no norm and no coefficient is like another
     tokens = torch.randint(VOCAB, (2, 5))
-    text = equation(built.placement, built.residual, 4)
+    text = equation(built, 4)
     *body, head = text.split(";  ")
     embedding = model.embed.token[tokens] * model.embed.scale
     x = model.embed.norm(embedding) if body[0] == "x <- N(embedding)" else embedding
     of_layer: dict[int, str] = {}
     for line in body:
         where, _, formula = line.rpartition(": ")
-        first, last = map(int, where.removeprefix("layers ").split("-")) if where else (1, 4)
+        first, last = [int(number) for number in re.findall(r"\d+", where) * 2][:2] if where else (1, 4)
         if formula != "x <- N(embedding)":
             of_layer |= dict.fromkeys(range(first, last + 1), formula.removeprefix("x <- "))
     for layer, block in enumerate(model.blocks, start=1):

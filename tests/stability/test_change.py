@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from model import transformer
 from model.inventory import inventory
 from stability import change
 from stability.change import features, future_leak, matrices, model_update, update_ratio
@@ -70,13 +71,13 @@ def test_a_leak_is_that_of_all_logits_and_is_read_row_by_row(monkeypatch, words:
     for given in (tokens, other):
         with change.as_found(model), torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             logits.append(model(given)[:, :-1].double())
-    made, linear = [], change.F.linear
+    made, linear = [], transformer.F.linear
 
     def seen(x, weight, *rest):
         made.append((*x.shape[:-1], len(weight)))
         return linear(x, weight, *rest)
 
-    monkeypatch.setattr(change.F, "linear", seen)
+    monkeypatch.setattr(transformer.F, "linear", seen)
     leak = future_leak(model, batch, autocast=autocast).item()
     assert leak > 1e-2
     # a product of fewer rows may add up in another order, and bfloat16 rounds at 2^-8 of a logit

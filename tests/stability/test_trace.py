@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from model.coefficient import number
 from model.inventory import inventory
 from model.loss import next_token_loss
-from model.residual import number
 from model.transformer import Transformer
 from stability.gradients import GradientNorms
 from stability.trace import trace
