@@ -205,3 +205,26 @@ def test_sizes_that_do_not_fit(words: str, said: str):
 
 def test_batchnorm_sees_the_future_is_said_where_it_is_true():
     assert BatchNorm.sees_future
+
+
+ELSEWHERE = ("stream", "ramp", "scaling", "linear", "attention", "ffn", "init", "position")
+WITH = {}  # "axis=choice" -> what it is defined together with
+
+
+@pytest.mark.parametrize("axis, choice", [(axis, choice) for axis in ELSEWHERE for choice in choices(axis)])
+def test_every_other_choice_trains(axis: str, choice: str):
+    """As the cells do: a finite loss and gradients, and a small step that lowers the loss."""
+    word = f"{axis}={choice}"
+    model = network(word, *WITH.get(word, []), "model.depth=3", vocab=VOCAB)
+    model.at_step(500)
+    tokens = torch.randint(VOCAB, (8, 9), generator=torch.Generator().manual_seed(0))
+    before = model(tokens[:, :-1], tokens[:, 1:])
+    before.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert all(gradient is not None and torch.isfinite(gradient).all() for gradient in gradients.values())
+    total = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 1e-4 * parameter.grad / total
+    model.after_step()
+    assert torch.isfinite(before) and model(tokens[:, :-1], tokens[:, 1:]) < before
