@@ -1,6 +1,7 @@
 """The feed-forward branch: two matrices, or three with a gate."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -8,8 +9,13 @@ from torch.nn import functional as F
 
 from model.setting import Setting
 
-Activation = Literal["gelu", "relu", "silu"]
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
 
 
 def hidden_width(dim: int, ratio: float) -> int:
@@ -22,7 +28,8 @@ def hidden_width(dim: int, ratio: float) -> int:
 class MLP(nn.Module):
     """F(u) = W_down act(W_up u), hidden width ratio * dim; (batch, time, dim) to the same. The place `inner` is before W_down.
 
-    Source: Vaswani et al. 2017, arXiv 1706.03762, eq. 2; GELU: Hendrycks, Gimpel 2016, arXiv 1606.08415 (exact form).
+    Source: Vaswani et al. 2017, arXiv 1706.03762, eq. 2; GELU: Hendrycks, Gimpel 2016, arXiv 1606.08415 (exact form;
+    `gelu_tanh` is its approximation, which GPT-2 and Gemma have).
     """
 
     def __init__(self, setting: Setting, *, activation: Activation = "gelu", ratio: float = 4.0) -> None:
@@ -41,7 +48,7 @@ class MLP(nn.Module):
 class GatedMLP(nn.Module):
     """F(u) = W_down (act(W_gate u) * W_up u), hidden width 8/3 dim, so that it has as many parameters as `MLP`.
 
-    Source: Shazeer 2020, arXiv 2002.05202, eq. 6 (SwiGLU: act = silu).
+    Source: Shazeer 2020, arXiv 2002.05202, eq. 6 (SwiGLU: act = silu; GeGLU: act = gelu).
     """
 
     def __init__(self, setting: Setting, *, activation: Activation = "silu", ratio: float = 8 / 3) -> None:
