@@ -99,6 +99,7 @@ class Transformer(nn.Module):
         self.head = Head(output, ends["head"], choices.scaling.logits(sizes))
 
         self._ramped = list(_ramped(self.blocks))
+        self._ramped_to = 0  # the step that the ramps stand at; 0: not known, as after a checkpoint is loaded
         self._held: list[Any] = [m for m in self.modules() if m is not self and hasattr(m, "after_step")]
 
         features = -1 if init.centred else None
@@ -114,9 +115,14 @@ class Transformer(nn.Module):
         return self.head(x) if targets is None else cross_entropy(self.head, x, targets, len(self.head.weight))
 
     def at_step(self, step: int) -> None:
-        """Before the forward pass of optimizer step `step`, counted from 1: each ramp is where it stands then."""
+        """Before the forward pass of optimizer step `step`, counted from 1: each ramp is where it stands then. Nothing is done
+        for a step's other micro-batches, nor once every ramp is whole."""
+        step = min(step, self.ramp.done(self.depth))
+        if step == self._ramped_to:
+            return
         for site, coefficient in self._ramped:
             coefficient.value.fill_(self.ramp.factor(site, step))
+        self._ramped_to = step
 
     def after_step(self) -> None:
         """After each optimizer step: modules that hold their weights to a rule do so."""
