@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 from torch import Tensor, nn
