@@ -176,6 +176,7 @@ def _train(
     held_out = validation_windows(tokens.val, windows.context, corpus.val_windows)
     torch.manual_seed(ranks.seed(plain["seed"]))  # dropout; matrices and windows have generators of their own
     model = network(plain, choices, tokens.vocab)
+    model.settle(windows.first_step())
     model.execution, memory = execution(model, plain, rows=windows.rows, device=device)
     if plain["trainer"].get("cuda_graphs"):
         graphs.check(device, model.execution)

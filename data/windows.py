@@ -62,6 +62,10 @@ class Windows(Dataset[Tensor]):
         """What `rank` of `world` sees of the same run. ValueError where the batch has no equal shares."""
         return self._with(rank=rank, world=world)
 
+    def first_step(self) -> Tensor:
+        """All windows of step 1, int64 (batch, context + 1), whichever the number of micro-batches and ranks."""
+        return torch.cat([part for item in range(self.accumulate) for part in self.of_all_ranks(item)])
+
     def of_all_ranks(self, item: int) -> list[Tensor]:
         """Micro-batch `item` of each rank, which together are that of one device."""
         return [gather(self.tokens, self._starts(item, rank), self.context) for rank in range(self.world)]

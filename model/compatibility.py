@@ -23,6 +23,7 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
     has_norm = not isinstance(sample, nn.Identity)
     yield from _stream_elsewhere(choices, names, depth)
     yield from _skip_growth(choices, names, depth, has_norm)
+    yield from _profile_without_sum(choices, names, depth, has_norm)
     if sizes.qk_norm != "none" and not has_norm:
         yield f"model.qk_norm={sizes.qk_norm} with norm={names['norm']} puts no norm on queries and keys: choose a norm"
     yield from _no_early_layer(choices, names, depth)
@@ -58,6 +59,19 @@ def _skip_growth(choices: Choices, names: dict[str, str], depth: int, has_norm: 
             f"stream by alpha = {alphas[0]:.4g} at each of {len(bare)} branches that no norm follows, about "
             f"10^{growth:.1f} in all at model.depth={depth} (float32 ends near 10^38.5): use recipe=deepnorm "
             "(placement=post) or residual=standard"
+        )
+
+
+def _profile_without_sum(choices: Choices, names: dict[str, str], depth: int, has_norm: bool) -> Iterator[str]:
+    """alpha that a profile sets is the RMS of what stands before the branch: sqrt(l) and more, on a stream that no norm
+    brings back the same growth."""
+    sites = [Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES]
+    bare = [site for site in sites if not (has_norm and choices.placement.at(site) & {"sum", "both"})]
+    if bare and choices.residual(bare[0], 1).profiled:
+        yield (
+            f"placement={names['placement']} with residual={names['residual']} and norm={names['norm']} sets alpha to what "
+            f"has been added so far, at {len(bare)} branches that no norm follows, so that the stream multiplies: use "
+            "placement=post or residual=standard"
         )
 
 

@@ -59,6 +59,22 @@ class Xavier(FanIn):
         return sqrt(2 / (fan_in + fan_out))
 
 
+class SpikeNoMore(FanIn):
+    """std = sqrt(2 / (5 dim)) in every matrix, the head's too; embeddings of RMS 1 in sum. With o and down (2N)^(-1/2) times
+    as large (residual=gpt2) these are the paper's two conditions: small branches, and a skip that is large beside them.
+    The width is the smaller side of a matrix, as long as no feed-forward is narrower than the stream.
+
+    Source: Takase et al. 2023 (Spike No More), arXiv 2312.16903, section 4; the std is SmallInit, Nguyen, Salazar 2019,
+    arXiv 1910.05895.
+    """
+
+    def matrix(self, fan_in: int, fan_out: int) -> float:
+        return sqrt(2 / (5 * min(fan_in, fan_out)))
+
+    def head(self, dim: int) -> float:
+        return sqrt(2 / (5 * dim))
+
+
 class Normal:
     """std everywhere, whatever the width, embeddings and head included: Radford et al. 2019 (GPT-2), N(0, 0.02).
 

@@ -1,4 +1,5 @@
 """How much: the skip alpha, the inlet s, the gain beta of a branch, and what its initial matrices are multiplied by.
+Constants of depth and layer; what is learnt is in `residual_learnt.py`, what stands in for a norm in `residual_without_norm.py`.
 
     x <- N_sum(alpha x + beta N_out(F(s N_in(x))))
 
@@ -18,14 +19,16 @@ from model.site import Site
 
 @dataclass(frozen=True)
 class Residual:
-    """alpha, s, beta of one branch, and `gains`: role -> factor on the std of the initial matrix. `shared`: both branches
-    of a layer have the attention's, where a method learns one a layer."""
+    """alpha, s, beta of one branch, and `gains`: role -> factor on the std of the initial matrix; of the network's ends,
+    `embedding` (on its RMS) and `head`, those of the first branch count. `shared`: both branches of a layer have the
+    attention's, where a method learns one a layer. `profiled`: alpha is set by one forward pass (`model/profile.py`)."""
 
     alpha: Coefficient = 1.0
     s: Coefficient = 1.0
     beta: Coefficient = 1.0
     gains: Mapping[str, float] = field(default_factory=dict)
     shared: bool = False
+    profiled: bool = False
 
 
 Method = Callable[[Site, int], Residual]
@@ -62,6 +65,50 @@ def deepnorm(
     beta = (8 * site.depth) ** -0.25 if beta is None else float(beta)
     gains = {"carry": beta, "write": beta} | ({"gate": beta} if scale_gate else {})
     return Residual(alpha=(2 * site.depth) ** 0.25 if alpha is None else float(alpha), gains=gains)
+
+
+def glm130b(site: Site, dim: int) -> Residual:
+    """x <- N(alpha x + F(x)), alpha = (2N)^(1/2); v, o and all matrices of the feed-forward, its gate too, start with
+    Xavier gain (2N)^(-1/2). DeepNorm's form with other exponents: beta / alpha = 1/(2N) keeps Adam's first update, where
+    DeepNorm's keeps SGD's.
+
+    Source: Zeng et al. 2022 (GLM-130B), arXiv 2210.02414, section 2.2; the gate as in its code. Its shrunk gradient of the
+    embedding is no part of this.
+    """
+    gain = (2 * site.depth) ** -0.5
+    return Residual(alpha=(2 * site.depth) ** 0.5, gains={"carry": gain, "gate": gain, "write": gain})
+
+
+def keel(site: Site, dim: int) -> Residual:
+    """x <- N(alpha x + F(N(x))), alpha = 2N, the number of branches; no gain. Its norms are the places `in` and `sum`.
+
+    Source: Chen, Wei 2026 (Keel), arXiv 2601.19895; alpha is as several summaries quote it. Whether its first layer is an
+    exception could not be verified, and here it is none.
+    """
+    return Residual(alpha=2.0 * site.depth)
+
+
+def lns(site: Site, dim: int) -> Residual:
+    """x <- x + F(N(x) / sqrt(l)): what the norm gives the branch, times s = l^(-1/2) in layer l. The head's norm is left
+    as it is, and no matrix starts smaller: the authors advise against both at once.
+
+    Source: Sun et al. 2025 (LayerNorm Scaling), arXiv 2502.05795, section 4.
+    """
+    return Residual(s=site.layer**-0.5)
+
+
+def ds_init(site: Site, dim: int, *, scale: float = 1.0) -> Residual:
+    """Every matrix of layer l starts `scale` / sqrt(l) times as large. Source: Zhang et al. 2019 (DS-Init), arXiv 1908.11365,
+    section 4.1, whose alpha is `scale`, 1 in its code."""
+    if scale <= 0:
+        raise ValueError(f"residual.scale must be > 0, found {scale}")
+    return Residual(gains=dict.fromkeys(("score", "carry", "gate", "write"), scale * site.layer**-0.5))
+
+
+def olmo(site: Site, dim: int) -> Residual:
+    """o and down of layer l start 1/sqrt(2l) times as large: with init=fan_in the start of OLMo-0424, which OLMo 2 gave up
+    for N(0, 0.02). Source: released code of arXiv 2402.00838; arXiv 2501.00656, section 3."""
+    return Residual(gains={"write": (2 * site.layer) ** -0.5})
 
 
 def learned_scalars(site: Site, dim: int, *, alpha: float = 1.0, beta: float = 1.0) -> Residual:

@@ -10,11 +10,12 @@ from torch.nn import functional as F
 
 from model.block import Block, Branch
 from model.coefficient import Ramped, scaled, times
-from model.execution import Execution, cross_entropy
+from model.execution import Execution, cross_entropy, eagerly
 from model.init import Init, draw_, initialise_
 from model.linear import Linear
 from model.placement import Placement
 from model.position import NoPosition
+from model.profile import profile_
 from model.ramp import NoRamp
 from model.residual import Method, Residual
 from model.scaling import NoScaling
@@ -41,9 +42,12 @@ class Choices:
     position: Callable[..., NoPosition]
 
 
+PROFILED = 4096  # tokens that an initialisation which looks at data sees
+
+
 class Embedding(nn.Module):
     """x = N_embed(c E[token] + position), c such that token and learned position have RMS 1 in sum (`init=normal`:
-    c = 1). A tied E is drawn as the head's matrix, N(0, 1/dim), and c makes up for it."""
+    c = 1), or what the residual method has in its place. A tied E is drawn as the head's matrix, N(0, 1/dim), and c makes up for it."""
 
     def __init__(
         self, token: nn.Parameter, scale: float, position: NoPosition, norm: nn.Module, dropout: float
@@ -88,8 +92,14 @@ class Transformer(nn.Module):
         self.execution = Execution()
 
         position = choices.position(dim, sizes.head_dim, sizes.context)
-        rms = init.embedding(1 + position.terms)
-        token_std = init.head(dim) if sizes.tied else rms
+        first = choices.residual(Site("attention", 1, sizes.depth), dim)
+        rms = init.embedding(1 + position.terms) * first.gains.get("embedding", 1.0)
+        head_std = init.head(dim) * first.gains.get("head", 1.0)
+        if sizes.tied and head_std == 0:
+            raise ValueError(
+                "residual starts the head at 0, and model.tied=true the embedding with it: use model.tied=false"
+            )
+        token_std = head_std if sizes.tied else rms
         token = nn.Parameter(torch.empty(vocab, dim))
         ends = {place: norm(dim) if place in choices.placement.ends else nn.Identity() for place in ("embed", "head")}
         self.embed = Embedding(token, rms / token_std, position, ends["embed"], sizes.dropout)
@@ -98,13 +108,15 @@ class Transformer(nn.Module):
         output = token if sizes.tied else nn.Parameter(torch.empty(vocab, dim))
         self.head = Head(output, ends["head"], choices.scaling.logits(sizes))
 
+        self._profiled = first.profiled
         self._ramped = list(_ramped(self.blocks))
+        self._ramped_to = 0  # the step that the ramps stand at; 0: not known, as after a checkpoint is loaded
         self._held: list[Any] = [m for m in self.modules() if m is not self and hasattr(m, "after_step")]
 
         features = -1 if init.centred else None
         draw_(token, token_std, seed=seed, name="embed.token", centred=features)
         if not sizes.tied:
-            draw_(self.head.weight, init.head(dim), seed=seed, name="head.weight")
+            draw_(self.head.weight, head_std, seed=seed, name="head.weight")
         for name, parameter in position.named_parameters():
             draw_(parameter, rms, seed=seed, name=f"position.{name}", centred=features)
         initialise_(self.blocks.named_modules(), init, seed, choices.scaling.matrix(sizes))
@@ -113,10 +125,26 @@ class Transformer(nn.Module):
         x = self.outlet(self.execution(self.blocks, self.stream.enter(self.embed(tokens))))
         return self.head(x) if targets is None else cross_entropy(self.head, x, targets, len(self.head.weight))
 
+    def settle(self, windows: Tensor) -> None:
+        """What of the initialisation looks at data, before the first step: `windows`, int64 (rows, context + 1), are those of
+        step 1. Without dropout; nothing where the residual method asks for no profile."""
+        if not self._profiled:
+            return
+        tokens, training = windows[: max(1, PROFILED // self.context), :-1], self.training
+        streams = [branch.stream for block in self.blocks for branch in (block.attention, block.ffn)]
+        with eagerly(self.eval()):
+            profile_(self.embed, streams, lambda: self.execution(self.blocks, self.stream.enter(self.embed(tokens))))
+        self.train(training)
+
     def at_step(self, step: int) -> None:
-        """Before the forward pass of optimizer step `step`, counted from 1: each ramp is where it stands then."""
+        """Before the forward pass of optimizer step `step`, counted from 1: each ramp is where it stands then. Nothing is done
+        for a step's other micro-batches, nor once every ramp is whole."""
+        step = min(step, self.ramp.done(self.depth))
+        if step == self._ramped_to:
+            return
         for site, coefficient in self._ramped:
             coefficient.value.fill_(self.ramp.factor(site, step))
+        self._ramped_to = step
 
     def after_step(self) -> None:
         """After each optimizer step: modules that hold their weights to a rule do so."""

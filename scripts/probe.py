@@ -152,6 +152,7 @@ class Checked:
         torch.set_num_threads(plain["threads"] or 1)  # a second one would be idle or in the way in most that is probed
         torch.manual_seed(seed)  # dropout's draws, as in train.py
         model = train.network(plain, self.choices, self.tokens.vocab)
+        model.settle(windows.first_step())
         alone = plain | {"compile": False, "devices": 1, "num_nodes": 1}
         model.execution, _ = execution(model, alone, rows=windows.rows, device=self.device)
         model.to(self.device)

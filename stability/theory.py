@@ -125,27 +125,32 @@ def predict(choices: Choices, sizes: Sizes) -> Prediction:
     sites = [Site(branch, layer, sizes.depth) for layer in range(1, sizes.depth + 1) for branch in BRANCHES]
     places = [choices.placement.at(site) for site in sites]
     residuals = [residual_at(choices, sizes.dim, site) for site in sites]
-    if not (_plain_stream(choices, places, sites[0]) and _brings_to_one(choices.norm(sizes.dim), sizes.dim)):
+    whole = _plain_stream(choices, places, sites[0]) and not residuals[0].profiled
+    if not (whole and _brings_to_one(choices.norm(sizes.dim), sizes.dim)):
         return Prediction()
     stream = source = None
     if joins := _joins(choices, sizes, places, residuals):
         position = choices.position(sizes.dim, sizes.head_dim, sizes.context)
         terms = 1 + position.terms
-        entering = terms * choices.init.embedding(terms) ** 2 * _kept(choices, sizes)
+        rms = choices.init.embedding(terms) * residuals[0].gains.get("embedding", 1.0)
+        entering = terms * rms**2 * _kept(choices, sizes)
         start = 1.0 if "embed" in choices.placement.ends else entering
         low, high = mean_square(start, joins)
         stream, source = (low[::2], high[::2]), _source(places)
 
     layer = np.arange(1.0, sizes.depth + 1)
     alpha, v, w = _gains(choices, sizes, residuals)
-    plain = isinstance(choices.init, Xavier) and (alpha == 1).all() and (v == 1).all() and (w == 1).all()
+    fixed = all(isinstance(part, float) for r in residuals for part in (r.alpha, r.beta)) and all(
+        r.s == 1 for r in residuals
+    )
+    plain = fixed and isinstance(choices.init, Xavier) and (alpha == 1).all() and (v == 1).all() and (w == 1).all()
     post, pre = all(p == {"sum"} for p in places), all(p == {"in"} for p in places)
     mlp, gradient, exponent = isinstance(_ffn(choices, sizes), MLP), None, None
     if plain and mlp and post:
         gradient, exponent = post_norm_gradient(layer, sizes.depth), POST_NORM_EXPONENT
     if plain and mlp and pre:  # "about independent of l": the same paragraph
         gradient, exponent = np.ones(sizes.depth), PRE_NORM_EXPONENT
-    update = update_bound(alpha, v, w) if post and mlp else None
+    update = update_bound(alpha, v, w) if fixed and post and mlp else None
     return Prediction(stream, source or "", gradient, exponent, update)
 
 
@@ -190,7 +195,7 @@ def _square(choices: Choices, residual: Residual, role: str, fan_in: int, fan_ou
 def _gains(choices: Choices, sizes: Sizes, residuals: Sequence[Residual]) -> tuple[Array, Array, Array]:
     """(alpha, v, w) by branch, the gains against Xavier's std, which all matrices of a branch share at square shape."""
     base = choices.init.matrix(sizes.dim, sizes.dim) / Xavier().matrix(sizes.dim, sizes.dim)
-    alpha = np.array([number(residual.alpha) / number(residual.beta) for residual in residuals])
+    alpha = np.array([number(residual.alpha) / (number(residual.beta) or np.nan) for residual in residuals])
     v, w = (np.array([base * r.gains.get(role, 1.0) for r in residuals]) for role in ("carry", "write"))
     return alpha, v, w
 

@@ -75,6 +75,16 @@ def setting(sizes: Sizes, **more: Any) -> Setting:
     return Setting(sizes, Site("attention", 1, sizes.depth), **given)
 
 
+GROWS = {"deepnorm", "glm130b", "keel", "admin"}  # residual methods whose skip needs a norm on the sum
+
+
+def brought_back(norm: str, placement: str) -> bool:
+    """Whether a norm stands on every sum, so that a skip may multiply the stream."""
+    places = train.choices_of(plain(f"placement={placement}")).placement
+    sites = [Site("attention", layer, 12) for layer in range(1, 13)]
+    return norm != "none" and all(places.at(site) & {"sum", "both"} for site in sites)
+
+
 CORE = {"pre", "post"}, {"standard", "deepnorm"}
 
 

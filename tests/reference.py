@@ -70,15 +70,21 @@ class Reference:
 
 
 def agree(
-    words: list[str], equations: Callable[[Reference, Tensor], Tensor], *, spread: float = 0.3, **more: Any
+    words: list[str],
+    equations: Callable[[Reference, Tensor], Tensor],
+    *,
+    spread: float = 0.3,
+    prepare: Callable[[Any], object] = lambda model: None,
+    **more: Any,
 ) -> Any:
     """The network of `words`, in float64 and with what starts at 0 or 1 spread out, gives what `equations(reference, tokens)`
-    does, and so does every gradient. The network, for more to be asked of it.
+    does, and so does every gradient; `prepare` is called with the network first. The network, for more to be asked of it.
 
     float64 keeps 1e-16 an operation; a logit comes of some 1e4 of them on numbers of order 1 to 100: 1e-10, and 1e-8 for a
     gradient, which is a sum over positions and layers of such. A wrong formula is off by 1e-3 or more.
     """
     model = network("position=none", "model.depth=3", *words, vocab=VOCAB, **more).double()
+    prepare(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
