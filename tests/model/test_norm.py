@@ -14,6 +14,7 @@ from model.equation import equation
 from model.length import ScaleNorm
 from model.pointwise import Derf, DyT
 from model.sizes import Sizes
+from stability.theory import predict
 from tests.conftest import network, plain, setting
 from tests.reference import Reference, agree
 from train import choices_of
@@ -333,6 +334,30 @@ def test_the_gain_learns_in_either_order():
         assert all(p.grad.dtype == torch.float32 for p in module.parameters())
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    "words, idle",
+    [
+        (["precision=fp32", "placement=sandwich"], True),
+        (["precision=bf16-mixed", "placement=pre"], True),  # the stream is float32
+        (["precision=bf16-mixed", "placement=sandwich"], False),
+        (["precision=bf16-mixed", "placement=pre", "model.qk_norm=head"], False),
+    ],
+)
+def test_an_order_that_changes_nothing_is_said_to_and_one_that_does_is_not(words: list[str], idle: bool, run, capsys):
+    given = ["steps=2", "picture=false", "save_every=0", "data.val_windows=4", *words]
+    after, _ = run(*given, "norm.cast=before_gain")
+    assert ("norm.cast=before_gain changes nothing here" in capsys.readouterr().out) == idle
+    before, _ = run(*given)
+    assert (after[-1]["val_loss"] == before[-1]["val_loss"]) == idle
+
+
+@pytest.mark.parametrize("name, known", [("scalenorm", True), ("simple_layernorm", True), ("l2norm", False), ("dyt", False), ("derf", False), ("crmsnorm", False)])  # fmt: skip
+def test_theory_speaks_of_those_that_give_an_rms_of_one(name: str, known: bool):
+    words = [f"norm={name}", "model.dim=64", "model.heads=4"]
+    predicted = predict(choices_of(plain(*words)), network(*words).sizes)
+    assert (predicted.stream is not None) == (predicted.gradient is not None) == known
 
 
 # ----------------------------------------------------------------------------------------------------- lengths, equivalences
