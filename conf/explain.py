@@ -8,7 +8,7 @@ from hydra.errors import InstantiationException, OverrideParseException
 from omegaconf import OmegaConf
 
 from conf.check import nearest
-from conf.help import CONF, choices
+from conf.help import choices, file
 from conf.schema import AXES, SCALARS
 
 
@@ -97,5 +97,5 @@ def _knobs(axis: str) -> list[str]:
 
 
 def _knobs_of(axis: str, choice: str) -> list[str]:
-    names = map(str, OmegaConf.load(CONF / axis / f"{choice}.yaml"))
+    names = map(str, OmegaConf.load(file(axis, choice)))
     return [name for name in names if not name.startswith("_") and name != "defaults"]

@@ -1,6 +1,7 @@
 """`python train.py --help`: each axis with its choices, read from the first line of each file, and the shared scalars."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,34 @@ Overrides are key=value. An axis takes one of its choices, and AXIS.KEY=value se
 """
 
 
+def folders() -> list[Path]:
+    """Where the choices are, in the order in which Hydra looks: here, and in the folder of --config-dir."""
+    pairs = [word.partition("=")[::2] for word in sys.argv[1:]]
+    named = [
+        value or after
+        for (option, value), (after, _) in zip(pairs, [*pairs[1:], ("", "")], strict=True)
+        if option in ("--config-dir", "-cd")
+    ]
+    return [CONF, *map(Path, named)]
+
+
+def file(axis: str, choice: str) -> Path:
+    """The file of a choice that there is."""
+    places = [folder / axis / f"{choice}.yaml" for folder in folders()]
+    return next((place for place in places if place.is_file()), places[0])
+
+
 def choices(axis: str) -> list[str]:
-    """The choices of an axis: the names of the files in its folder."""
-    return sorted(path.stem for path in (CONF / axis).glob("*.yaml") if not path.stem.startswith("_"))
+    """The choices of an axis: the names of the files in its folders."""
+    found = {path.stem for folder in folders() for path in (folder / axis).glob("*.yaml")}
+    return sorted(name for name in found if not name.startswith("_"))
 
 
 def summary(axis: str, choice: str) -> str:
     """What a choice is: the first comment line of its file that is not an instruction to Hydra."""
-    lines = (CONF / axis / f"{choice}.yaml").read_text(encoding="utf-8").splitlines()
-    return next(line.removeprefix("# ") for line in lines if line.startswith("# ") and "@package" not in line)
+    lines = file(axis, choice).read_text(encoding="utf-8").splitlines()
+    said = (line.removeprefix("# ") for line in lines if line.startswith("# ") and "@package" not in line)
+    return next(said, "")
 
 
 def defaults() -> dict[str, str]:

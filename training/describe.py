@@ -1,5 +1,6 @@
 """What is said before the first step: the equation, its constants, the initial matrices, the data, the machine."""
 
+from collections.abc import Iterator
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ SHOWN = (
     "optimizer",
     "schedule",
 )
+ON_STREAM = {"norm", "norm_both", "norm_in", "norm_sum"}  # norms whose input is float32 under bf16-mixed too
 # said where another is chosen
 UNTOLD = {"stream": "single", "ramp": "none", "scaling": "none", "linear": "plain", "attention": "softmax"}
 
@@ -71,13 +73,14 @@ def describe(
         "run": f"{name}  ->  {directory}",
         "choices": "  ".join(f"{axis}={axes[axis]}" for axis in SHOWN if axes[axis] != UNTOLD.get(axis)),
         "equation": line,
-        "constants": _coefficients(model) + (f"  eps = {plain['norm']['eps']:g}" if has_norm else ""),
+        "constants": _coefficients(model)
+        + (f"  eps = {plain['norm']['eps']:g}" if has_norm and "eps" in plain["norm"] else ""),
         "initial std": _stds(model, choices),
         "model": f"{size:,} parameters, depth {model.depth}, width {model.dim}, context {model.context}",
         "data": f"{tokens.name}, hash {tokens.hash}, vocabulary {tokens.vocab}, "
         f"unigram entropy {tokens.unigram_entropy:.4f} nats{floor}",
         "": "\n".join(tokens.notes),
-        "note": _advice(model, schedule, plain["steps"]),
+        "note": "\n".join(_advice(model, schedule, plain, device)),
         "machine": _machine(device, plain, axes),
         "memory": memory,
     }
@@ -109,13 +112,17 @@ def closing(summary: dict[str, Any], directory: Path) -> str:
     )
 
 
-def _advice(model: Transformer, schedule: Constant, steps: int) -> str:
-    """What is allowed but known to fail; empty if nothing."""
+def _advice(model: Transformer, schedule: Constant, plain: dict[str, Any], device: str) -> Iterator[str]:
+    """A line for what is allowed but known to fail, or to change nothing."""
     streams = [module.stream for module in model.modules() if isinstance(module, Branch)]
     plain_post = all(isinstance(stream.norm_sum, Norm) and number(stream.alpha) == 1 for stream in streams)
-    if plain_post and schedule.warmup_steps(steps) == 0:
-        return "post-norm without warm-up seldom trains (Xiong et al. 2020, arXiv 2002.04745, section 3)"
-    return ""
+    if plain_post and schedule.warmup_steps(plain["steps"]) == 0:
+        yield "post-norm without warm-up seldom trains (Xiong et al. 2020, arXiv 2002.04745, section 3)"
+    rounds = machine.precision(plain["precision"], device) == "bf16-mixed" and any(
+        isinstance(module, Norm) and name.rpartition(".")[2] not in ON_STREAM for name, module in model.named_modules()
+    )
+    if plain["norm"].get("cast") == "before_gain" and not rounds:
+        yield "norm.cast=before_gain changes nothing here, where every norm is given float32"
 
 
 def _coefficients(model: Transformer) -> str:
