@@ -14,6 +14,7 @@ from model.equation import equation
 from model.init import std_of
 from model.linear import Linear
 from model.norm import Norm
+from model.stream import Single
 from model.transformer import Choices, Transformer
 from training import device as machine
 from training.flops import flops_per_token
@@ -112,8 +113,8 @@ def closing(summary: dict[str, Any], directory: Path) -> str:
 def _advice(model: Transformer, schedule: Constant, steps: int) -> str:
     """What is allowed but known to fail; empty if nothing."""
     streams = [module.stream for module in model.modules() if isinstance(module, Branch)]
-    plain_post = all(isinstance(stream.norm_sum, Norm) and number(stream.alpha) == 1 for stream in streams)
-    if plain_post and schedule.warmup_steps(steps) == 0:
+    post = all(isinstance(stream.norm_sum, Norm) and number(stream.alpha) == 1 for stream in streams)
+    if post and type(model.stream) is Single and schedule.warmup_steps(steps) == 0:
         return "post-norm without warm-up seldom trains (Xiong et al. 2020, arXiv 2002.04745, section 3)"
     return ""
 
