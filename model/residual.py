@@ -8,11 +8,13 @@ learns it (a scalar, or one number a feature), or `Computed`. Gains go by the ro
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from torch import nn
 
 from model.coefficient import Coefficient
+from model.linear import Role
 from model.site import Site
 
 
@@ -62,6 +64,14 @@ def deepnorm(
     beta = (8 * site.depth) ** -0.25 if beta is None else float(beta)
     gains = {"carry": beta, "write": beta} | ({"gate": beta} if scale_gate else {})
     return Residual(alpha=(2 * site.depth) ** 0.25 if alpha is None else float(alpha), gains=gains)
+
+
+def b2t(site: Site, dim: int) -> Residual:
+    """Every matrix of the N blocks starts N^(-1/2) times as large: for stream=b2t.
+
+    Source: the released code of Takase et al. 2022, arXiv 2206.00330, on Xavier's std.
+    """
+    return Residual(gains=dict.fromkeys(get_args(Role), site.depth**-0.5))
 
 
 def learned_scalars(site: Site, dim: int, *, alpha: float = 1.0, beta: float = 1.0) -> Residual:
