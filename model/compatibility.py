@@ -21,7 +21,7 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
     """A line for each trap: both choices by `names` (axis -> choice), the number, and what to use in their place."""
     depth, sample = sizes.depth, choices.norm(sizes.dim)
     has_norm = not isinstance(sample, nn.Identity)
-    yield from _stream_elsewhere(choices, names, depth)
+    yield from _stream_elsewhere(choices, names, depth, has_norm)
     yield from _skip_growth(choices, names, depth, has_norm)
     yield from _profile_without_sum(choices, names, depth, has_norm)
     if sizes.qk_norm != "none" and not has_norm:
@@ -35,14 +35,14 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
         )
 
 
-def _stream_elsewhere(choices: Choices, names: dict[str, str], depth: int) -> Iterator[str]:
-    """A kind of stream is defined for some places and coefficients alone."""
+def _stream_elsewhere(choices: Choices, names: dict[str, str], depth: int, has_norm: bool) -> Iterator[str]:
+    """A kind of stream is defined for some places and coefficients alone; without a norm every place is empty."""
     for site in (Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES):
-        reason = choices.stream.refusal(site, choices.placement.at(site), choices.residual(site, 1))
+        places = choices.placement.at(site) if has_norm else frozenset[str]()
+        reason = choices.stream.refusal(site, places, choices.residual(site, 1))
         if reason:
-            yield (
-                f"stream={names.get('stream', '')} with placement={names['placement']} and residual={names['residual']}: {reason}"
-            )
+            said = "  ".join(f"{axis}={names[axis]}" for axis in ("placement", "residual", "norm"))
+            yield f"stream={names.get('stream', '')} with {said}: {reason}"
             return
 
 

@@ -1,7 +1,9 @@
 """The comment that cannot lie: a configuration's equation, got by running its stream on symbols."""
 
+import re
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
 from torch import nn
 
@@ -33,7 +35,11 @@ class Call(nn.Module):
 
 
 def _bracketed(text: str) -> str:
-    return f"({text!s})" if " + " in text else f"{text!s}"
+    """In brackets where it is a sum, but for sums that stand in brackets of their own."""
+    bare = f"{text!s}"
+    while (shorter := re.sub(r"\([^()]*\)", "", bare)) != bare:
+        bare = shorter
+    return f"({text!s})" if " + " in bare else f"{text!s}"
 
 
 def _letter(name: str, value: Coefficient) -> Coefficient:
@@ -55,8 +61,12 @@ def _branch(site: Site, choices: Choices, before: tuple[str, ...], name: str, ha
     )
     state = stream.base(_symbols(before))
     function = Call(f"{name}_N" if "qkv" in places else name, inner="inner" in places)
-    after = stream.write(state, function(stream.read(state)))
-    pairs = zip(choices.stream.after(site), after if isinstance(after, tuple) else (after,), strict=True)
+    return _assigned(choices.stream.after(site), stream.write(state, function(stream.read(state))))
+
+
+def _assigned(letters: tuple[str, ...], state: State) -> str:
+    """What the tensors of a state become, those that change."""
+    pairs = zip(letters, state if isinstance(state, tuple) else (state,), strict=True)
     return ", ".join(f"{letter} <- {text}" for letter, text in pairs if letter != text)
 
 
@@ -87,10 +97,13 @@ def equation(choices: Choices, depth: int, *, has_norm: bool = True) -> str:
     `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`. A_N is attention with a norm on each head's q, k and v; W N(F(x)) a
     branch with a norm before its last matrix W; r a ramp that follows the steps.
     """
+    choices = replace(choices, stream=choices.stream.symbolic(Symbol))
     of_layer = [(_layer(layer, choices, depth, has_norm), layer) for layer in range(1, depth + 1)]
     ends = choices.placement.ends if has_norm else frozenset()
     runs = [(text, [layer for _, layer in run]) for text, run in groupby(of_layer, key=lambda pair: pair[0])]
-    parts = ["x <- N(embedding)"] if "embed" in ends else []
+    embedding: Any = Symbol("N(embedding)" if "embed" in ends else "embedding")
+    start = _assigned(choices.stream.letters, choices.stream.enter(embedding))
+    parts = [] if start == "x <- embedding" else [start]
     for text, run in runs:
         where = f"layer {run[0]}" if len(run) == 1 else f"layers {run[0]}-{run[-1]}"
         parts.append(text if len(runs) == 1 else f"{where}: {text}")

@@ -9,11 +9,13 @@ learns it (a scalar, or one number a feature), or `Computed`. Gains go by the ro
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 import torch
 from torch import nn
 
 from model.coefficient import Coefficient
+from model.linear import Role
 from model.site import Site
 
 
@@ -109,6 +111,14 @@ def olmo(site: Site, dim: int) -> Residual:
     """o and down of layer l start 1/sqrt(2l) times as large: with init=fan_in the start of OLMo-0424, which OLMo 2 gave up
     for N(0, 0.02). Source: released code of arXiv 2402.00838; arXiv 2501.00656, section 3."""
     return Residual(gains={"write": (2 * site.layer) ** -0.5})
+
+
+def b2t(site: Site, dim: int) -> Residual:
+    """Every matrix of the N blocks starts N^(-1/2) times as large: for stream=b2t.
+
+    Source: the released code of Takase et al. 2022, arXiv 2206.00330, on Xavier's std.
+    """
+    return Residual(gains=dict.fromkeys(get_args(Role), site.depth**-0.5))
 
 
 def learned_scalars(site: Site, dim: int, *, alpha: float = 1.0, beta: float = 1.0) -> Residual:

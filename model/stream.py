@@ -63,10 +63,12 @@ class Single:
     """One tensor from the embedding to the head: the base of the other kinds.
 
     A kind makes the `Stream` of each branch (`at`), turns the embedding into the first state (`enter`) and the last state
-    into what the head reads (`outlet`). `letters` names the tensors of the state in the equation.
+    into what the head reads (`outlet`). `letters` names the tensors of the state in the equation. `grows`: whether the state
+    has more tensors after some blocks than before them, so that no compiled graph serves two groups of blocks.
     """
 
     letters: tuple[str, ...] = ("x",)
+    grows = False
 
     def at(
         self,
@@ -93,9 +95,26 @@ class Single:
         return self.letters
 
     def tensors(self, state: State) -> tuple[Tensor, ...]:
-        """Those of a state that measurements of the stream take their mean over."""
+        """Those of a state that measurements of the stream take their mean over, each (batch, time, dim)."""
         return state if isinstance(state, tuple) else (state,)
+
+    def symbolic(self, letter: Callable[[str], Any]) -> "Single":
+        """This kind for the equation: with a `letter` for whatever is neither `*` nor `+` nor a call of one of its norms."""
+        return self
 
     def refusal(self, site: Site, places: frozenset[str], residual: Residual) -> str | None:
         """Why this kind does not go with these places or this residual method, and what does; None where it does."""
         return None
+
+
+def not_after_the_sum(places: frozenset[str]) -> str | None:
+    """A refusal, for kinds that are post-norm."""
+    return (
+        None if places == {"sum"} else "it is defined with a norm after each sum and nowhere else; use placement=post"
+    )
+
+
+def own_skip(residual: Residual) -> str | None:
+    """A refusal, for kinds that leave the skip no factor of its own."""
+    constant = isinstance(residual.alpha, float) and residual.alpha == 1.0
+    return None if constant else "it leaves no place for a factor alpha on the skip; use residual=standard"

@@ -166,9 +166,9 @@ def _hooked(model: Transformer, seen: _Seen, device: str) -> Iterator[None]:
             hooks.callback(module.register_forward_hook(lambda _, __, output: quietly(look, output)).remove)
 
         tensors = model.stream.tensors
-        after(model.embed, partial(_stream, seen, 0))
+        after(model.embed, partial(_stream, seen, 0, lambda x: (x,)))
         for layer, block in enumerate(model.blocks, start=1):
-            after(block, partial(_of_state, tensors, partial(_stream, seen, layer)))
+            after(block, partial(_stream, seen, layer, tensors))
             for name in BRANCHES:
                 branch = block.get_submodule(name)
                 assert isinstance(branch, Branch)
@@ -185,13 +185,15 @@ def _of_state(tensors: Callable[[Any], tuple[Tensor, ...]], look: Callable[..., 
     look(*tensors(state))
 
 
-def _stream(seen: _Seen, place: int, *state: Tensor) -> None:
+def _stream(seen: _Seen, place: int, tensors: Callable[[Any], tuple[Tensor, ...]], state: Any) -> None:
     def reduce(gradient: Tensor) -> None:
         seen.sum("stream_grad_norm", place, wide(gradient).square().sum())
 
-    for x in state:
-        seen.mean("stream_rms", place, mean_square(x) / len(state))
-        seen.mean("token_cosine", place, token_cosine(x) / len(state))
+    parts = tensors(state)
+    for x in parts:
+        seen.mean("stream_rms", place, mean_square(x) / len(parts))
+        seen.mean("token_cosine", place, token_cosine(x) / len(parts))
+    for x in (state,) if isinstance(state, Tensor) else parts:  # the parts of one tensor are on no path to the loss
         x.register_hook(reduce)  # type: ignore[no-untyped-call]
 
 

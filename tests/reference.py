@@ -88,7 +88,7 @@ def agree(
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim < 2:
+            if parameter.ndim < 2 or ((parameter == 0) | (parameter == 1)).all():
                 parameter.add_(spread * torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
     tokens = torch.randint(VOCAB, (2, TIME), generator=generator)
     logits, expected = model(tokens), equations(Reference(model), tokens)

@@ -15,6 +15,7 @@ from model.equation import equation
 from model.init import std_of
 from model.linear import Linear
 from model.norm import Norm
+from model.stream import Single
 from model.transformer import Choices, Transformer
 from training import device as machine
 from training.flops import flops_per_token
@@ -115,8 +116,8 @@ def closing(summary: dict[str, Any], directory: Path) -> str:
 def _advice(model: Transformer, schedule: Constant, plain: dict[str, Any], device: str) -> Iterator[str]:
     """A line for what is allowed but known to fail, or to change nothing."""
     streams = [module.stream for module in model.modules() if isinstance(module, Branch)]
-    plain_post = all(isinstance(stream.norm_sum, Norm) and number(stream.alpha) == 1 for stream in streams)
-    if plain_post and schedule.warmup_steps(plain["steps"]) == 0:
+    post = all(isinstance(stream.norm_sum, Norm) and number(stream.alpha) == 1 for stream in streams)
+    if post and type(model.stream) is Single and schedule.warmup_steps(plain["steps"]) == 0:
         yield "post-norm without warm-up seldom trains (Xiong et al. 2020, arXiv 2002.04745, section 3)"
     rounds = machine.precision(plain["precision"], device) == "bf16-mixed" and any(
         isinstance(module, Norm) and name.rpartition(".")[2] not in ON_STREAM for name, module in model.named_modules()

@@ -25,6 +25,11 @@ def execution(model: Transformer, plain: dict[str, Any], *, rows: int, device: s
     and where there is nothing to compile with.
     """
     if plain["compile"]:
+        if model.stream.grows:
+            raise ValueError(
+                "compile=true with a stream that has more tensors from block to block would compile a graph for every group "
+                "of blocks: leave compile=true out"
+            )
         check_compiler(device)
         torch.compiler.reset()  # the graphs of another job of this process
     asked = plain["model"]["checkpointing"]

@@ -227,7 +227,8 @@ def test_batchnorm_sees_the_future_is_said_where_it_is_true():
 
 
 ELSEWHERE = ("stream", "ramp", "scaling", "linear", "attention", "ffn", "init", "position")
-WITH = {}  # "axis=choice" -> what it is defined together with
+POST_NORM = ("b2t", "span", "dual", "siamese")
+WITH = {f"stream={kind}": ["placement=post"] for kind in POST_NORM}  # "axis=choice" -> what it is defined together with
 
 
 @pytest.mark.parametrize("axis, choice", [(axis, choice) for axis in ELSEWHERE for choice in choices(axis)])
