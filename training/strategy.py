@@ -21,6 +21,13 @@ class FSDP:
     """Each device holds a part of every matrix, gradient and moment, and gathers a block's as it comes to it."""
 
 
+NEED_WHOLE = {
+    "sgd": "torch's fused SGD takes no part of a matrix",
+    "stable_adamw": "it takes a mean over each whole tensor, and a device has a part of it",
+    "muon": "it makes whole matrices orthogonal, and a device has a part of each",
+}
+
+
 def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module") -> None:
     """ValueError, one line, for what the devices of a checked config cannot share; `network` is of its choices."""
     from data.windows import rows
@@ -31,10 +38,9 @@ def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module"
             "trainer=fsdp parts a network among devices, and devices=1: say devices=2 or more, or trainer=ddp"
         )
     rows(plain["batch"], plain["accumulate"], devices)
-    if sharded and plain["optimizer"]["_target_"].endswith(".sgd"):
-        raise ValueError(
-            "optimizer=sgd with trainer=fsdp: torch's fused SGD takes no part of a matrix; use optimizer=adamw, or trainer=ddp"
-        )
+    optimizer = plain["optimizer"]["_target_"].rpartition(".")[2]
+    if sharded and (why := NEED_WHOLE.get(optimizer)):
+        raise ValueError(f"optimizer={optimizer} with trainer=fsdp: {why}; use optimizer=adamw, or trainer=ddp")
     if sharded and plain["compile"]:
         raise ValueError("compile=true with trainer=fsdp: a compiled group of blocks cannot be gathered; leave one out")
     if sharded and plain["probe_every"]:
