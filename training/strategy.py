@@ -31,6 +31,8 @@ NEED_WHOLE = {
 def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module") -> None:
     """ValueError, one line, for what the devices of a checked config cannot share; `network` is of its choices."""
     from data.windows import rows
+    from model.linear import Linear
+    from model.norm import Norm
 
     devices, sharded = plain["devices"] * plain["num_nodes"], plain["trainer"]["_target_"].endswith(".FSDP")
     if sharded and devices == 1:
@@ -51,7 +53,15 @@ def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module"
         raise ValueError(
             f"trainer.cuda_graphs=true records the work of one device, and devices={devices}: leave one out"
         )
-    statistics = network.state_dict().keys() - dict(network.named_parameters(remove_duplicate=False)).keys()
+    if sharded and any(module.needs_whole for module in network.modules() if isinstance(module, Linear)):
+        raise ValueError(
+            f"linear={axes['linear']} with trainer=fsdp: its rule is of a whole matrix, and a device has a part of each; use "
+            "linear=plain, or trainer=ddp"
+        )
+    persistent = network.state_dict().keys()
+    norms = {name: module for name, module in network.named_modules() if isinstance(module, Norm)}
+    buffers = [f"{name}.{leaf}" for name, module in norms.items() for leaf, _ in module.named_buffers()]
+    statistics = [name for name in buffers if name in persistent]
     if devices > 1 and statistics:
         raise ValueError(
             f"norm={axes['norm']} with devices={devices}: its running statistics ({min(statistics)}) would be of one "
