@@ -71,7 +71,8 @@ def describe(
         "run": f"{name}  ->  {directory}",
         "choices": "  ".join(f"{axis}={axes[axis]}" for axis in SHOWN if axes[axis] != UNTOLD.get(axis)),
         "equation": line,
-        "constants": _coefficients(model) + (f"  eps = {plain['norm']['eps']:g}" if has_norm else ""),
+        "constants": _coefficients(model)
+        + (f"  eps = {plain['norm']['eps']:g}" if has_norm and "eps" in plain["norm"] else ""),
         "initial std": _stds(model, choices),
         "model": f"{size:,} parameters, depth {model.depth}, width {model.dim}, context {model.context}",
         "data": f"{tokens.name}, hash {tokens.hash}, vocabulary {tokens.vocab}, "
