@@ -16,12 +16,14 @@ class Linear(nn.Linear):
     The network initialises it (`model/init.py`); on its own it holds whatever memory held.
 
     Of another kind (`conf/linear/`): `keeps_std`, whether what acts has the std that init and residual method give;
-    `needs_whole`, whether it reads its matrix but by y = W x, so that no device can do with a part of it. One that has
-    `after_step` is called by it after each step of the optimizer.
+    `needs_whole`, whether it reads its matrix but by y = W x, so that no device can do with a part of it; `unit_ends`, whether
+    the rows of embedding and head are held to length 1 with it. One that has `after_step` is called by it after each step
+    of the optimizer.
     """
 
     keeps_std = True
     needs_whole = False
+    unit_ends = False
 
     def __init__(self, fan_in: int, fan_out: int, role: Role, bias: bool = False, repeats: int = 1) -> None:
         super().__init__(fan_in, fan_out, bias=bias)

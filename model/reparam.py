@@ -63,3 +63,35 @@ class SigmaReparam(Linear):
     def after_step(self) -> None:
         self.u.copy_(F.normalize(self.weight @ self.v, dim=0))
         self.v.copy_(F.normalize(self.weight.mT @ self.u, dim=0))
+
+
+class Unit(Linear):
+    """y = W x (+ b), each vector of W that lies along the stream of length 1, at the start and after each optimizer step: the
+    columns of a matrix that writes to the stream (o, down), the rows of every other. With `ends` the rows of embedding and
+    head too, and what enters the stream is such a row as it is.
+
+    Whatever std was drawn, a weight has RMS 1/sqrt(dim). Decay would be undone by the next step: optimizer.weight_decay=0.
+    Source: Loshchilov et al. 2024 (nGPT), arXiv 2410.01131, sections 2.1, 2.3 and 2.4.
+    """
+
+    keeps_std = False
+    needs_whole = True
+
+    def __init__(
+        self, fan_in: int, fan_out: int, role: Role, bias: bool = False, repeats: int = 1, *, ends: bool = True
+    ) -> None:
+        super().__init__(fan_in, fan_out, role, bias, repeats)
+        self.unit_ends = ends
+        self.along = 0 if role == "write" else 1
+
+    def drawn(self) -> None:
+        if not self.weight.any():
+            raise ValueError("linear=unit: a matrix that starts at 0 has no direction")
+        self.after_step()
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        self.weight.copy_(F.normalize(self.weight, dim=self.along))
+
+    def acting_std(self, std: float) -> float:
+        return float(self.weight.shape[self.along] ** -0.5)

@@ -92,7 +92,7 @@ def test_the_norm_is_followed_through_a_training():
     assert min(stale) < 0.8  # where the vectors of the start would be by now
 
 
-@pytest.mark.parametrize("kind", ["sigma_reparam"])
+@pytest.mark.parametrize("kind", ["sigma_reparam", "unit"])
 def test_a_forward_pass_changes_nothing(kind: str):
     """So that groups that are computed again give the same numbers bit by bit, and evaluation those of training."""
     model = network(f"linear={kind}", "model.depth=5")
@@ -108,7 +108,7 @@ def test_a_forward_pass_changes_nothing(kind: str):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["sigma_reparam"])
+@pytest.mark.parametrize("kind", ["sigma_reparam", "unit"])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_blocks_compile_as_one_graph(kind: str):
     model, counter = network(f"linear={kind}", "model.depth=4"), CompileCounterWithBackend("eager")
@@ -160,7 +160,7 @@ def test_what_cannot_be_is_said_in_one_line():
         linear.drawn()
 
 
-@pytest.mark.parametrize("kind", ["sigma_reparam"])
+@pytest.mark.parametrize("kind", ["sigma_reparam", "unit"])
 def test_a_resumed_run_is_the_unbroken_one(run, monkeypatch, kind: str):
     """What is kept beside the weights is in the checkpoint."""
     words = [f"linear={kind}", "steps=12", "log_every=1", "val_every=6", "picture=false"]
