@@ -28,6 +28,7 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
         yield f"model.qk_norm={sizes.qk_norm} with norm={names['norm']} puts no norm on queries and keys: choose a norm"
     yield from _no_early_layer(choices, names, depth)
     yield from _unbounded_scores(choices, names, sizes)
+    yield from _lost_gain(choices, names, depth)
     if getattr(sample, "sees_future", False):
         yield (
             f"norm={names['norm']} in a causal model takes its statistics over time, so that in training every "
@@ -97,3 +98,18 @@ def _unbounded_scores(choices: Choices, names: dict[str, str], sizes: Sizes) -> 
             f"placement={names['placement']} with model.qk_norm=none and init={names['init']} starts with a gradient "
             f"about 10^{0.08 * depth:.0f} times as large in layer 1 as in layer {depth}: use model.qk_norm=full, as OLMo 2"
         )
+
+
+def _lost_gain(choices: Choices, names: dict[str, str], depth: int) -> Iterator[str]:
+    """What a residual method multiplies initial matrices by, where another rule says how large they are: the run would
+    silently be that of another method."""
+    if choices.linear(1, 1, "write").keeps_std:
+        return
+    sites = (Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES)
+    for role, gain in (pair for site in sites for pair in choices.residual(site, 1).gains.items()):
+        if gain != 1.0:
+            yield (
+                f"residual={names['residual']} starts the matrices of role {role} {gain:.4g} times as large, which "
+                f"linear={names.get('linear', '')} undoes: use linear=plain, or a residual method without such gains, as standard"
+            )
+            return

@@ -95,7 +95,7 @@ def equation(choices: Choices, depth: int, *, has_norm: bool = True) -> str:
 
     Without a norm (`norm=none`) its places are empty. Layers that differ are told apart by their numbers:
     `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`. A_N is attention with a norm on each head's q, k and v; W N(F(x)) a
-    branch with a norm before its last matrix W; r a ramp that follows the steps.
+    branch with a norm before its last matrix W; r a ramp that follows the steps; s a learnt number for each logit.
     """
     choices = replace(choices, stream=choices.stream.symbolic(Symbol))
     of_layer = [(_layer(layer, choices, depth, has_norm), layer) for layer in range(1, depth + 1)]
@@ -109,5 +109,6 @@ def equation(choices: Choices, depth: int, *, has_norm: bool = True) -> str:
         parts.append(text if len(runs) == 1 else f"{where}: {text}")
     outlet = choices.stream.outlet(depth, 1, lambda dim: Call("N") if has_norm else nn.Identity())
     read = outlet(_symbols(choices.stream.letters))
-    parts.append(f"logits = W N({read})" if "head" in ends else f"logits = W {_bracketed(read)}")
+    s = "" if choices.scaling.learnt(1, 1) == 1.0 else "s "
+    parts.append(f"logits = {s}W N({read})" if "head" in ends else f"logits = {s}W {_bracketed(read)}")
     return ";  ".join(parts)

@@ -61,5 +61,9 @@ class GatedMLP(nn.Module):
         self.act, self.dropout = ACTIVATIONS[activation], sizes.dropout
 
     def forward(self, u: Tensor) -> Tensor:
-        y = self.down(self.inner_norm(self.act(self.gate(u)) * self.up(u)))
+        y = self.down(self.inner_norm(self.gated(u)))
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    def gated(self, u: Tensor) -> Tensor:
+        """What W_down reads: (batch, time, hidden)."""
+        return self.act(self.gate(u)) * self.up(u)

@@ -103,7 +103,8 @@ def std_of(linear: Linear, init: Init, factor: float = 1.0) -> float:
     """The std of a matrix: factor * gain * std(fan_in, fan_out), less what centring takes; `factor` is the scaling's. q, k
     and v are separate matrices, and a key-value head that serves several query heads counts as often as it is used, so that
     grouping does not change the std."""
-    return _drawn_std(linear, init, factor) * (sqrt(1 - 1 / linear.out_features) if _is_centred(linear, init) else 1)
+    kept = sqrt(1 - 1 / linear.out_features) if _is_centred(linear, init) else 1
+    return linear.acting_std(_drawn_std(linear, init, factor) * kept)
 
 
 def _drawn_std(linear: Linear, init: Init, factor: float) -> float:

@@ -67,6 +67,6 @@ def inventory(model: Transformer) -> list[Entry]:
     entries += [at_end(f"outlet.{name}", p, "head", "coefficient") for name, p in model.outlet.named_parameters()]
     seen = {id(entry.parameter) for entry in entries}
     head = [(name, p) for name, p in model.head.named_parameters() if id(p) not in seen]
-    entries += [at_end(f"head.{name}", p, "head", "matrix") for name, p in head]
+    entries += [at_end(f"head.{name}", p, "head", "matrix" if name == "weight" else "coefficient") for name, p in head]
     assert [id(e.parameter) for e in entries] == [id(p) for p in model.parameters()]
     return entries

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.block import Block, Branch
-from model.coefficient import Ramped, scaled, times
+from model.coefficient import Coefficient, Ramped, scaled, times
 from model.execution import Execution, cross_entropy, eagerly
 from model.init import Init, draw_, initialise_
 from model.linear import Linear
@@ -62,18 +62,20 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """logits = c W N_head(x): (batch, time, dim) to (batch, time, vocab); c is 1 but for a scaling that has another."""
+    """logits = s * (c W N_head(x)): (batch, time, dim) to (batch, time, vocab); c is 1 but for a scaling that has another, and so is
+    s, which is learnt, one number a token."""
 
-    def __init__(self, weight: nn.Parameter, norm: nn.Module, scale: float = 1.0) -> None:
+    def __init__(self, weight: nn.Parameter, norm: nn.Module, scale: float = 1.0, learnt: Coefficient = 1.0) -> None:
         super().__init__()
-        self.weight, self.norm, self.scale = weight, norm, scale
+        self.weight, self.norm, self.scale, self.learnt = weight, norm, scale, learnt
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(self.norm(x))
 
     def logits(self, x: Tensor) -> Tensor:
         """Of what the matrix reads."""
-        return F.linear(times(self.scale, x), self.weight)
+        logits: Tensor = times(self.learnt, F.linear(times(self.scale, x), self.weight))
+        return logits
 
 
 class Transformer(nn.Module):
@@ -102,11 +104,12 @@ class Transformer(nn.Module):
         token_std = head_std if sizes.tied else rms
         token = nn.Parameter(torch.empty(vocab, dim))
         ends = {place: norm(dim) if place in choices.placement.ends else nn.Identity() for place in ("embed", "head")}
-        self.embed = Embedding(token, rms / token_std, position, ends["embed"], sizes.dropout)
+        unit = choices.linear(1, 1, "write").unit_ends
+        self.embed = Embedding(token, 1.0 if unit else rms / token_std, position, ends["embed"], sizes.dropout)
         self.blocks = nn.ModuleList(_block(layer, choices, sizes, position) for layer in range(1, sizes.depth + 1))
         self.outlet = choices.stream.outlet(sizes.depth, dim, norm)
         output = token if sizes.tied else nn.Parameter(torch.empty(vocab, dim))
-        self.head = Head(output, ends["head"], choices.scaling.logits(sizes))
+        self.head = Head(output, ends["head"], choices.scaling.logits(sizes), choices.scaling.learnt(vocab, dim))
 
         self._profiled = first.profiled
         self._ramped = list(_ramped(self.blocks))
@@ -120,6 +123,8 @@ class Transformer(nn.Module):
         for name, parameter in position.named_parameters():
             draw_(parameter, rms, seed=seed, name=f"position.{name}", centred=features)
         initialise_(self.blocks.named_modules(), init, seed, choices.scaling.matrix(sizes))
+        self._unit_rows = [token, output] if unit else []
+        self._hold_rows()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.outlet(self.execution(self.blocks, self.stream.enter(self.embed(tokens))))
@@ -131,7 +136,7 @@ class Transformer(nn.Module):
         if not self._profiled:
             return
         tokens, training = windows[: max(1, PROFILED // self.context), :-1], self.training
-        streams = [branch.stream for block in self.blocks for branch in (block.attention, block.ffn)]
+        streams = [module.stream for module in self.blocks.modules() if isinstance(module, Branch)]
         with eagerly(self.eval()):
             profile_(self.embed, streams, lambda: self.execution(self.blocks, self.stream.enter(self.embed(tokens))))
         self.train(training)
@@ -151,6 +156,12 @@ class Transformer(nn.Module):
         with torch.no_grad():
             for module in self._held:
                 module.after_step()
+        self._hold_rows()
+
+    @torch.no_grad()
+    def _hold_rows(self) -> None:
+        for rows in self._unit_rows:
+            rows.copy_(F.normalize(rows, dim=1))
 
 
 def _ramped(blocks: nn.ModuleList) -> Iterator[tuple[Site, Ramped]]:

@@ -10,6 +10,8 @@ if TYPE_CHECKING:  # a bad knob is refused without loading torch
     from torch.optim import SGD, AdamW
 
     from model.transformer import Transformer
+    from training.muon import Muon
+    from training.stable import StableAdamW
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -38,6 +40,26 @@ def adamw(
     return AdamW(listed, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=True)
 
 
+def stable_adamw(
+    model: "Transformer",
+    *,
+    lr: Positive = 1e-3,
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95],  # noqa: B006 (never changed)
+    eps: Positive = 1e-8,
+    weight_decay: NonNegative = 0.1,
+    norm_decay: NonNegative = 0.0,
+    update: Update = "all",
+) -> "StableAdamW":
+    """AdamW, each tensor's step divided by max(1, RMS of g / sqrt(v^)): it needs no clipping of the gradient (clip=0).
+
+    Source: Wortsman et al. 2023, arXiv 2304.13013, algorithm 2; see `training/stable.py`.
+    """
+    from training.stable import StableAdamW
+
+    listed = groups(model, weight_decay=weight_decay, norm_decay=norm_decay, update=update)
+    return StableAdamW(listed, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=True)
+
+
 def sgd(
     model: "Transformer",
     *,
@@ -60,6 +82,50 @@ def sgd(
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
+
+
+def muon(
+    model: "Transformer",
+    *,
+    lr: Positive = 1e-3,
+    adam_lr: Positive | None = None,
+    momentum: Beta = 0.95,
+    nesterov: bool = True,
+    ns_steps: Annotated[int, Field(ge=1, le=99)] = 5,
+    match_rms: bool = True,
+    betas: Annotated[list[Beta], Field(min_length=2, max_length=2)] = [0.9, 0.95],  # noqa: B006 (never changed)
+    eps: Positive = 1e-8,
+    weight_decay: NonNegative = 0.1,
+    norm_decay: NonNegative = 0.0,
+) -> "Muon":
+    """Muon on the matrices of the blocks; AdamW with `adam_lr` (null = lr), `betas` and `eps` on embeddings, head, gains,
+    biases and coefficients. Decay as `groups` says. The recorded learning rate is Muon's.
+
+    match_rms=false is Jordan's own scale, for which lr is about 0.02 and adam_lr, then to be given, about 1e-3.
+    Source: Jordan et al. 2024 (Muon); Liu et al. 2025 (Moonlight), arXiv 2502.16982; see `training/muon.py`.
+    """
+    from model.inventory import inventory
+    from training.muon import Muon
+
+    hidden = {id(entry.parameter) for entry in inventory(model) if entry.layer and entry.kind == "matrix"}
+    listed = groups(model, weight_decay=weight_decay, norm_decay=norm_decay, update="all")
+
+    def of(inside: bool) -> list[dict[str, Any]]:
+        parts = [group | {"params": [p for p in group["params"] if (id(p) in hidden) == inside]} for group in listed]
+        return [part for part in parts if part["params"]]
+
+    return Muon(
+        of(True),
+        of(False),
+        lr=lr,
+        adam_lr=lr if adam_lr is None else adam_lr,
+        momentum=momentum,
+        nesterov=nesterov,
+        ns_steps=ns_steps,
+        match_rms=match_rms,
+        betas=(betas[0], betas[1]),
+        eps=eps,
+    )
 
 
 def groups(model: "Transformer", *, weight_decay: float, norm_decay: float, update: Update) -> list[dict[str, Any]]:

@@ -21,9 +21,18 @@ class FSDP:
     """Each device holds a part of every matrix, gradient and moment, and gathers a block's as it comes to it."""
 
 
+NEED_WHOLE = {
+    "sgd": "torch's fused SGD takes no part of a matrix",
+    "stable_adamw": "it takes a mean over each whole tensor, and a device has a part of it",
+    "muon": "it makes whole matrices orthogonal, and a device has a part of each",
+}
+
+
 def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module") -> None:
     """ValueError, one line, for what the devices of a checked config cannot share; `network` is of its choices."""
     from data.windows import rows
+    from model.linear import Linear
+    from model.norm import Norm
 
     devices, sharded = plain["devices"] * plain["num_nodes"], plain["trainer"]["_target_"].endswith(".FSDP")
     if sharded and devices == 1:
@@ -31,10 +40,9 @@ def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module"
             "trainer=fsdp parts a network among devices, and devices=1: say devices=2 or more, or trainer=ddp"
         )
     rows(plain["batch"], plain["accumulate"], devices)
-    if sharded and plain["optimizer"]["_target_"].endswith(".sgd"):
-        raise ValueError(
-            "optimizer=sgd with trainer=fsdp: torch's fused SGD takes no part of a matrix; use optimizer=adamw, or trainer=ddp"
-        )
+    optimizer = plain["optimizer"]["_target_"].rpartition(".")[2]
+    if sharded and (why := NEED_WHOLE.get(optimizer)):
+        raise ValueError(f"optimizer={optimizer} with trainer=fsdp: {why}; use optimizer=adamw, or trainer=ddp")
     if sharded and plain["compile"]:
         raise ValueError("compile=true with trainer=fsdp: a compiled group of blocks cannot be gathered; leave one out")
     if sharded and plain["probe_every"]:
@@ -45,7 +53,15 @@ def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module"
         raise ValueError(
             f"trainer.cuda_graphs=true records the work of one device, and devices={devices}: leave one out"
         )
-    statistics = network.state_dict().keys() - dict(network.named_parameters(remove_duplicate=False)).keys()
+    if sharded and any(module.needs_whole for module in network.modules() if isinstance(module, Linear)):
+        raise ValueError(
+            f"linear={axes['linear']} with trainer=fsdp: its rule is of a whole matrix, and a device has a part of each; use "
+            "linear=plain, or trainer=ddp"
+        )
+    persistent = network.state_dict().keys()
+    norms = {name: module for name, module in network.named_modules() if isinstance(module, Norm)}
+    buffers = [f"{name}.{leaf}" for name, module in norms.items() for leaf, _ in module.named_buffers()]
+    statistics = [name for name in buffers if name in persistent]
     if devices > 1 and statistics:
         raise ValueError(
             f"norm={axes['norm']} with devices={devices}: its running statistics ({min(statistics)}) would be of one "

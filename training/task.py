@@ -109,13 +109,14 @@ class Task(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The generators, new ones where there were others than these ranks; and the optimizer's settings as the config has
         them now, which a checkpoint would undo."""
-        done, lr = checkpoint["global_step"], self._optimizer.defaults["lr"]
-        now = {"initial_lr": lr, "lr": lr * self._schedule.factor(done + 1, self.steps)}
+        done, groups = checkpoint["global_step"], self._optimizer.param_groups
+        bases = [group.get("initial_lr", group["lr"]) for group in groups]  # the schedule is there or not yet
+        rates = [base * self._schedule.factor(done + 1, self.steps) for base in bases]
         (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
-        for stored, group in zip(optimizer["param_groups"], self._optimizer.param_groups, strict=True):
-            stored.update({key: value for key, value in group.items() if key != "params"} | now)
-        groups = len(optimizer["param_groups"])
-        schedule.update(base_lrs=[now["initial_lr"]] * groups, _last_lr=[now["lr"]] * groups)
+        for stored, group, base, lr in zip(optimizer["param_groups"], groups, bases, rates, strict=True):
+            stored.update({key: value for key, value in group.items() if key != "params"})
+            stored.update(initial_lr=base, lr=lr)
+        schedule.update(base_lrs=bases, _last_lr=rates)
         if len(states := _as_list(checkpoint["rng"])) != self._ranks.world:
             torch.manual_seed(self._ranks.seed(torch.initial_seed(), done))
             return

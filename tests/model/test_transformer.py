@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import train
 from conf.help import choices
 from model.block import Branch
-from model.coefficient import number
+from model.coefficient import Computed, number
 from model.compatibility import refusals
 from model.equation import equation
 from model.norm import BatchNorm
@@ -116,6 +116,7 @@ def _evaluate(formula: str, x: torch.Tensor, branch, norms: list) -> torch.Tenso
     """A formula of the form x + beta N(F(N(x))), evaluated; its N's are the branch's norms, the innermost first."""
     inner_first = iter(norms)
     scalars = {name: getattr(branch.stream, name) for name in ("alpha", "beta", "s")}
+    scalars = {name: value() if isinstance(value, Computed) else value for name, value in scalars.items()}
     text = formula
     for name in scalars:
         text = text.replace(f"{name} ", f"{name} * ")
