@@ -32,6 +32,11 @@ class Run:
     clip_by: str = _scalar(
         "norm", ClipBy, "what clip bounds: the norm of the whole gradient, of each layer's, or the value of each entry"
     )
+    z_loss: float = _scalar(
+        0.0,
+        Annotated[float, Field(ge=0)],
+        "weight of log^2 Z in the gradient (PaLM: 1e-4); the recorded loss has none of it",
+    )
     precision: str = _scalar(
         "auto", Precision, "auto, fp32, bf16-mixed or fp64; auto = bf16-mixed on a GPU made for it"
     )

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from model.loss import next_token_loss
+from model.qk_clip import QKClip
 from model.transformer import Transformer
 from stability.gradients import GradientNorms
 from training.clipping import Clip, by_norm
@@ -52,6 +53,7 @@ class Task(pl.LightningModule):
         self.run_id, self.steps, self.accumulate, self.clip = run_id, steps, accumulate, clip
         self._clip_by = clip_by
         self._ranks, self._signals, self._apart = ranks, signals, apart
+        self._clips = [module for module in model.modules() if isinstance(module, QKClip)]
         self._loss: Tensor | None = None
         self._record = record
         self._micro_batch: Callable[[Tensor], Tensor] = partial(next_token_loss, model)
@@ -90,11 +92,19 @@ class Task(pl.LightningModule):
         finite = torch.isfinite(total) & torch.isfinite(loss)
         optimizer.found_inf = (~finite).to(torch.float32)  # the fused kernel then leaves weights and moments alone
         kept = self._clip_by(self._gradients, norms, total, self.clip) if self.clip else torch.ones_like(total)
+        self._agree_on_scores(finite)
         lr = optimizer.param_groups[0]["lr"]
         self.recorder.step(self.trainer.global_step + 1, lr, loss, norms, total, kept, asked)
         self._loss = None
         if self.recorder.reason:
             self.trainer.should_stop = True
+
+    def _agree_on_scores(self, taken: Tensor) -> None:
+        """The largest of each head over all ranks, and none of a step that is not taken."""
+        if self._clips:
+            found = self._ranks.largest(torch.stack([clip.largest for clip in self._clips]))
+            for clip, largest in zip(self._clips, torch.where(taken, found, -torch.inf), strict=True):
+                clip.largest.copy_(largest)
 
     def optimizer_step(self, *args: Any, **knobs: Any) -> None:
         super().optimizer_step(*args, **knobs)
