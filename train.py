@@ -70,7 +70,7 @@ def network(plain: dict[str, Any], choices: "Choices", vocab: int) -> "Transform
     """The network of a checked config, initialised by its seed."""
     from model.transformer import Transformer
 
-    return Transformer(vocab, choices, instantiate(plain["model"]), plain["seed"])
+    return Transformer(vocab, choices, instantiate(plain["model"]), plain["seed"], plain["z_loss"])
 
 
 def text_of(plain: dict[str, Any], corpus: "Corpus", known: dict[str, Any] | None = None) -> tuple["Tokens", "Windows"]:

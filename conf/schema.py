@@ -10,6 +10,7 @@ from pydantic import Field
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+ClipBy = Literal["norm", "layer", "value"]
 Precision = Literal["auto", "fp32", "bf16-mixed", "fp64"]
 
 
@@ -27,7 +28,15 @@ class Run:
     steps: int = _scalar(1000, Count, "optimizer steps")
     batch: int = _scalar(16, Count, "windows in one optimizer step, over all micro-batches and devices")
     accumulate: int = _scalar(1, Count, "micro-batches that a step is split into: less memory, the same result")
-    clip: float = _scalar(1.0, Annotated[float, Field(ge=0)], "largest total gradient norm; 0 = no clipping")
+    clip: float = _scalar(1.0, Annotated[float, Field(ge=0)], "bound on the gradient, as clip_by says; 0 = no clipping")
+    clip_by: str = _scalar(
+        "norm", ClipBy, "what clip bounds: the norm of the whole gradient, of each layer's, or the value of each entry"
+    )
+    z_loss: float = _scalar(
+        0.0,
+        Annotated[float, Field(ge=0)],
+        "weight of log^2 Z in the gradient (PaLM: 1e-4); the recorded loss has none of it",
+    )
     precision: str = _scalar(
         "auto", Precision, "auto, fp32, bf16-mixed or fp64; auto = bf16-mixed on a GPU made for it"
     )

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from model.loss import of_logits
 
 LOGITS = 2**24  # at a time, where a loss is taken: 64 MiB in float32
 
@@ -84,19 +85,21 @@ def _compiled() -> Callable[[Sequence[nn.Module], Tensor], Tensor]:
     return torch.compile(through, fullgraph=True, options={"fallback_random": True})
 
 
-def cross_entropy(head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, vocab: int) -> Tensor:
+def cross_entropy(
+    head: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor, vocab: int, z_loss: float = 0.0
+) -> Tensor:
     """Mean of -log softmax(head(x))[target] in nats: x (batch, time, dim), targets int64 (batch, time).
 
     From 2^24 logits on they are made a part of the tokens at a time, and again in the backward pass, so that all of them, their
-    softmax and their gradient are never there at once.
+    softmax and their gradient are never there at once. The gradient has that of `z_loss` too (`model/loss.py`).
     """
     rows, wanted = x.flatten(0, 1), targets.flatten()
     size = max(1, LOGITS // vocab)
     if len(rows) <= size:
-        return F.cross_entropy(head(rows), wanted)
+        return of_logits(head(rows), wanted, z_loss)
 
     def part(rows: Tensor, wanted: Tensor) -> Tensor:
-        return F.cross_entropy(head(rows), wanted, reduction="sum")
+        return of_logits(head(rows), wanted, z_loss, reduction="sum")
 
     parts = zip(torch.split(rows, size), torch.split(wanted, size), strict=True)
     # nothing is drawn in a head; to read the generator's state would keep it from being recorded as a CUDA graph

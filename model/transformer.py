@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from model.block import Block, Branch
+from model.cap import capped
 from model.coefficient import Coefficient, Ramped, scaled, times
 from model.execution import Execution, cross_entropy, eagerly
 from model.init import Init, draw_, initialise_
@@ -47,51 +48,71 @@ PROFILED = 4096  # tokens that an initialisation which looks at data sees
 
 class Embedding(nn.Module):
     """x = N_embed(c E[token] + position), c such that token and learned position have RMS 1 in sum (`init=normal`:
-    c = 1), or what the residual method has in its place. A tied E is drawn as the head's matrix, N(0, 1/dim), and c makes up for it."""
+    c = 1), or what the residual method has in its place. A tied E is drawn as the head's matrix, N(0, 1/dim), and c makes up for
+    it.
+
+    `shrink` multiplies what the gradient gives to E here and nothing else: E[token] <- shrink E[token] + (1 - shrink)
+    detach(E[token]), whose value is E[token]. Source: Zeng et al. 2022 (GLM-130B), arXiv 2210.02414, section 3, with 0.1.
+    """
 
     def __init__(
-        self, token: nn.Parameter, scale: float, position: NoPosition, norm: nn.Module, dropout: float
+        self,
+        token: nn.Parameter,
+        scale: float,
+        position: NoPosition,
+        norm: nn.Module,
+        dropout: float,
+        shrink: float = 1.0,
     ) -> None:
         super().__init__()
         self.token, self.scale, self.position, self.norm, self.dropout = token, scale, position, norm, dropout
+        self.shrink = shrink
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.token)
+        if self.shrink != 1.0:
+            x = x.detach() + self.shrink * (x - x.detach())  # to the last bit x
         x = self.position.embed(x if self.scale == 1.0 else x * self.scale)
         return F.dropout(self.norm(x), self.dropout, self.training)
 
 
 class Head(nn.Module):
     """logits = s * (c W N_head(x)): (batch, time, dim) to (batch, time, vocab); c is 1 but for a scaling that has another, and so is
-    s, which is learnt, one number a token."""
+    s, which is learnt, one number a token. With a `cap`, cap tanh(logits / cap) in their place (`model/cap.py`)."""
 
-    def __init__(self, weight: nn.Parameter, norm: nn.Module, scale: float = 1.0, learnt: Coefficient = 1.0) -> None:
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        norm: nn.Module,
+        scale: float = 1.0,
+        learnt: Coefficient = 1.0,
+        cap: float = 0.0,
+    ) -> None:
         super().__init__()
-        self.weight, self.norm, self.scale, self.learnt = weight, norm, scale, learnt
+        self.weight, self.norm, self.scale, self.learnt, self.cap = weight, norm, scale, learnt, cap
 
     def forward(self, x: Tensor) -> Tensor:
         return self.logits(self.norm(x))
 
     def logits(self, x: Tensor) -> Tensor:
         """Of what the matrix reads."""
-        logits: Tensor = times(self.learnt, F.linear(times(self.scale, x), self.weight))
-        return logits
+        return capped(times(self.learnt, F.linear(times(self.scale, x), self.weight)), self.cap)
 
 
 class Transformer(nn.Module):
     """logits = head(outlet(block_N(... block_1(enter(embedding(tokens)))))): int64 (batch, time <= context) to (batch, time,
     vocab). `enter` and `outlet` are those of the stream; a single tensor passes through them.
 
-    With `targets`, int64 like the tokens, the mean cross-entropy of these logits, in nats. `choices` says what stands at each
-    site, `execution` how the blocks are run. Initialised in full by `seed`.
+    With `targets`, int64 like the tokens, the mean cross-entropy of these logits, in nats, whose gradient has that of `z_loss` too
+    (`model/loss.py`). `choices` says what stands at each site, `execution` how the blocks are run. Initialised in full by `seed`.
     """
 
-    def __init__(self, vocab: int, choices: Choices, sizes: Sizes, seed: int) -> None:
+    def __init__(self, vocab: int, choices: Choices, sizes: Sizes, seed: int, z_loss: float = 0.0) -> None:
         super().__init__()
         dim, norm, init = sizes.dim, choices.norm, choices.init
         self.depth, self.dim, self.context, self.sizes = sizes.depth, dim, sizes.context, sizes
         self.stream, self.ramp, self.scaling = choices.stream, choices.ramp, choices.scaling
-        self.execution = Execution()
+        self.execution, self.z_loss = Execution(), z_loss
 
         position = choices.position(dim, sizes.head_dim, sizes.context)
         first = choices.residual(Site("attention", 1, sizes.depth), dim)
@@ -105,11 +126,13 @@ class Transformer(nn.Module):
         token = nn.Parameter(torch.empty(vocab, dim))
         ends = {place: norm(dim) if place in choices.placement.ends else nn.Identity() for place in ("embed", "head")}
         unit = choices.linear(1, 1, "write").unit_ends
-        self.embed = Embedding(token, 1.0 if unit else rms / token_std, position, ends["embed"], sizes.dropout)
+        scale = 1.0 if unit else rms / token_std
+        self.embed = Embedding(token, scale, position, ends["embed"], sizes.dropout, sizes.embed_grad)
         self.blocks = nn.ModuleList(_block(layer, choices, sizes, position) for layer in range(1, sizes.depth + 1))
         self.outlet = choices.stream.outlet(sizes.depth, dim, norm)
-        output = token if sizes.tied else nn.Parameter(torch.empty(vocab, dim))
-        self.head = Head(output, ends["head"], choices.scaling.logits(sizes), choices.scaling.learnt(vocab, dim))
+        output, scaling = token if sizes.tied else nn.Parameter(torch.empty(vocab, dim)), choices.scaling
+        learnt = scaling.learnt(vocab, dim)
+        self.head = Head(output, ends["head"], scaling.logits(sizes), learnt, sizes.logit_cap)
 
         self._profiled = first.profiled
         self._ramped = list(_ramped(self.blocks))
@@ -128,7 +151,10 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.outlet(self.execution(self.blocks, self.stream.enter(self.embed(tokens))))
-        return self.head(x) if targets is None else cross_entropy(self.head, x, targets, len(self.head.weight))
+        if targets is None:
+            logits: Tensor = self.head(x)
+            return logits
+        return cross_entropy(self.head, x, targets, len(self.head.weight), self.z_loss)
 
     def settle(self, windows: Tensor) -> None:
         """What of the initialisation looks at data, before the first step: `windows`, int64 (rows, context + 1), are those of

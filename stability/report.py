@@ -141,7 +141,7 @@ def _norm_panel(panel: Axes, run: Run) -> None:
     norm = positive(run.grad_norm_total)
     panel.plot(run.step, norm, color=BLUE, linewidth=1, marker=mark(run.step), label="before clipping")
     clip = float(run.config.get("clip") or 0)
-    if clip > 0:
+    if clip > 0 and run.config.get("clip_by", "norm") == "norm":  # a layer's or an entry's is no bound on the whole
         panel.axhline(clip, color=BLACK, linestyle="--", linewidth=1.2, label=f"clip threshold {clip:g}")
     if len(skipped := run.step[run.skipped]):  # they have no norm to be drawn at: they stand along the lower edge
         text, edge = f"skipped ({len(skipped)} of {len(run.step)} steps)", np.full(len(skipped), 0.03)

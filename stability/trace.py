@@ -37,7 +37,7 @@ class Trace:
     For each of N blocks:
         attention_rms, ffn_rms: RMS of beta N_out(F(u)), what the branch adds.
         attention_skip_rms, ffn_skip_rms: RMS of alpha x, what it is added to.
-        logit_max: largest attention logit among all keys that a query sees.
+        logit_max: largest attention logit among all keys that a query sees, as the softmax has it: with a cap, after it.
         attention_entropy: mean over heads and queries, in nats.
         gain_min, gain_mean, gain_max: over all norms of the block, QK-norms included, of the effective gain (1 + w for the
         zero-centred one); nan where there is none.
@@ -217,7 +217,8 @@ def _on_attention(
 
 
 def _attention(seen: _Seen, layer: int, attention: Attention, q: Tensor, k: Tensor) -> None:
-    logits = attention_logits(attention.rotate(q), attention.rotate(k))
+    q, k = attention.rotate(q), attention.rotate(k)
+    logits = attention_logits(q, k, scale=attention.scale, cap=attention.logit_cap)
     seen.largest("logit_max", layer, logits.max())
     seen.mean("attention_entropy", layer, attention_entropy(logits))
 

@@ -57,7 +57,7 @@ def describe(
 ) -> tuple[str, dict[str, Any]]:
     """(The lines that a run prints when it starts, the facts that its summary repeats.)"""
     has_norm = any(isinstance(module, Norm) for module in model.modules())
-    line = equation(choices, model.depth, has_norm=has_norm)
+    line = equation(choices, model.depth, has_norm=has_norm, cap=model.sizes.logit_cap)
     name = plain["name"] or f"{axes['norm']} {axes['placement']} {axes['residual']}"
     facts = {
         "name": name,

@@ -69,7 +69,7 @@ def activations(model: Transformer, plain: dict[str, Any], *, rows: int, device:
     kind = precision(plain["precision"], device)
     block = copy.deepcopy(model.blocks[0]).to(torch.float64 if kind == "64-true" else torch.float32)
     for module in block.modules():
-        if isinstance(module, Attention) and device != "cpu":
+        if isinstance(module, Attention) and device != "cpu" and not module.logit_cap:
             module.dropout = 0.0  # a CPU's attention keeps all scores where it drops some, a GPU's does not
 
     def pass_through(x: Tensor) -> Any:

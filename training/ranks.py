@@ -144,6 +144,13 @@ class Ranks:
             distributed().all_reduce(values)
         return values
 
+    def largest(self, values: "Tensor") -> "Tensor":
+        """Of each over the ranks, on the device."""
+        if self.world > 1:
+            dist = distributed()
+            dist.all_reduce(values, dist.ReduceOp.MAX)
+        return values
+
     def agree(self, loss: "Tensor", total: "Tensor", received: int | None) -> tuple["Tensor", "Tensor", "Tensor"]:
         """(The loss, the gradient's total norm, (3,) which of STOPS some rank has received), the same on each; one message, and
         no rank waits for its device. Nothing of the third with one rank, which knows it."""

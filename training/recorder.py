@@ -44,10 +44,9 @@ class Recorder:
         log_every: int,
         patience: int,
         tokens_per_step: int,
-        clip: float,
         locate: Locate,
     ) -> None:
-        self.gradients, self.log, self.clip, self.locate = gradients, log, clip, locate
+        self.gradients, self.log, self.locate = gradients, log, locate
         self.steps, self.log_every, self.tokens_per_step = steps, log_every, tokens_per_step
         self.watch = Watch(steps, patience)
         self.asked: int | None = None
@@ -97,10 +96,12 @@ class Recorder:
             self.loss.append(float("nan"))
             self.skipped.append(False)
 
-    def step(self, step: int, lr: float, loss: Tensor, norms: Tensor, total: Tensor, asked: Tensor) -> None:
-        """Take one step's numbers: `loss`, `total` scalars, `norms` (entries,) and which of STOPS some rank has `asked` for,
-        empty with one rank, all on the device."""
-        row = torch.cat((loss.reshape(1), total.reshape(1), norms, asked)).detach()
+    def step(
+        self, step: int, lr: float, loss: Tensor, norms: Tensor, total: Tensor, kept: Tensor, asked: Tensor
+    ) -> None:
+        """Take one step's numbers: `loss`, `total` and the share that clipping has `kept` of it scalars, `norms` (entries,) and
+        which of STOPS some rank has `asked` for, empty with one rank, all on the device."""
+        row = torch.cat((loss.reshape(1), total.reshape(1), kept.reshape(1), norms, asked)).detach()
         self._pending.append((step, lr, row))
         # costs no synchronisation there
         seen = row.device.type == "cpu" and bool(asked.any() or not torch.isfinite(row[:2]).all())
@@ -121,20 +122,18 @@ class Recorder:
             if isinstance(held, dict):
                 self._write(held)
             else:
-                loss, total, *_ = row = next(values)
-                norms, asked = np.split(row[2:], [len(self.gradients.entries)])
-                self._write_step(held[0], held[1], float(loss), float(total), norms)
+                loss, total, kept, *_ = row = next(values)
+                norms, asked = np.split(row[3:], [len(self.gradients.entries)])
+                self._write_step(held[0], held[1], float(loss), float(total), float(kept), norms)
                 if asked.any():
                     self.asked = STOPS[asked.argmax()]
         self._pending.clear()
 
-    def _write_step(self, step: int, lr: float, loss: float, total: float, norms: np.ndarray) -> None:
+    def _write_step(self, step: int, lr: float, loss: float, total: float, kept: float, norms: np.ndarray) -> None:
         finite = bool(np.isfinite(loss) and np.isfinite(total))
-        # the factor of torch.nn.utils.clip_grads_with_norm_, from the same number
-        coefficient = min(1.0, self.clip / (total + 1e-6)) if self.clip and finite else 1.0
         table = self.gradients.table(norms) if self._is_log_step(step) else {}
         record: dict[str, Any] = {"step": step, "tokens": step * self.tokens_per_step, "loss": loss, "lr": lr}
-        record |= {"grad_norm": table | {"total": total}, "clip_coefficient": coefficient}
+        record |= {"grad_norm": table | {"total": total}, "clip_coefficient": kept if finite else 1.0}
         place = None
         if not finite:
             record["skipped"] = True

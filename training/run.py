@@ -29,6 +29,7 @@ from stability.records import read
 from stability.verdict import FAILED
 from stability.whole import document, replace
 from training import device as machine
+from training.clipping import CLIPS
 from training.meeting import RankLost, Start
 from training.pace import Bar, Lines, Pace, Stop, WholeFiles
 from training.parallel import cluster, shard, strategy, without_lightnings_signals
@@ -165,7 +166,6 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
         log_every=scalars["log_every"],
         patience=scalars["patience"],
         tokens_per_step=scalars["batch"] * model.context,
-        clip=scalars["clip"],
         locate=locate,
     )
     kept = parts.ranks.of_all(recorder.restore(parts.begin.steps if parts.begin.checkpoint else -1))
@@ -185,6 +185,7 @@ def _assemble(parts: Parts, scalars: dict[str, Any]) -> tuple[pl.Trainer, Task]:
         steps=steps,
         accumulate=accumulate,
         clip=scalars["clip"],
+        clip_by=CLIPS[scalars["clip_by"]],
         record=parts.windows[0] if graphs else None,
         ranks=parts.ranks,
         signals=parts.signals,

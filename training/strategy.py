@@ -45,6 +45,10 @@ def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module"
         raise ValueError(f"optimizer={optimizer} with trainer=fsdp: {why}; use optimizer=adamw, or trainer=ddp")
     if sharded and plain["compile"]:
         raise ValueError("compile=true with trainer=fsdp: a compiled group of blocks cannot be gathered; leave one out")
+    if sharded and plain["attention"].get("qk_clip"):
+        raise ValueError(
+            "attention.qk_clip with trainer=fsdp: it scales whole matrices; say attention.qk_clip=0, or trainer=ddp"
+        )
     if sharded and plain["probe_every"]:
         raise ValueError(
             "probe_every with trainer=fsdp: a probe reads whole matrices; say probe_every=0, or trainer=ddp"

@@ -7,13 +7,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from model.loss import next_token_loss
+from model.qk_clip import QKClip
 from model.transformer import Transformer
 from stability.gradients import GradientNorms
+from training.clipping import Clip, by_norm
 from training.graphs import recorded, zero_gradients
 from training.ranks import Ranks
 from training.recorder import Recorder
@@ -40,6 +41,7 @@ class Task(pl.LightningModule):
         steps: int,
         accumulate: int,
         clip: float,
+        clip_by: Clip = by_norm,
         record: Tensor | None = None,
         ranks: Ranks,
         signals: Signals,
@@ -49,7 +51,9 @@ class Task(pl.LightningModule):
         self.model, self.recorder = model, recorder
         self._optimizer, self._schedule, self._gradients = optimizer, schedule, gradients
         self.run_id, self.steps, self.accumulate, self.clip = run_id, steps, accumulate, clip
+        self._clip_by = clip_by
         self._ranks, self._signals, self._apart = ranks, signals, apart
+        self._clips = [module for module in model.modules() if isinstance(module, QKClip)]
         self._loss: Tensor | None = None
         self._record = record
         self._micro_batch: Callable[[Tensor], Tensor] = partial(next_token_loss, model)
@@ -87,13 +91,20 @@ class Task(pl.LightningModule):
         loss, total, asked = self._ranks.agree(self._loss, torch.linalg.vector_norm(norms), self._signals.received)
         finite = torch.isfinite(total) & torch.isfinite(loss)
         optimizer.found_inf = (~finite).to(torch.float32)  # the fused kernel then leaves weights and moments alone
-        if self.clip:
-            clip_grads_with_norm_(self.model.parameters(), self.clip, total)
+        kept = self._clip_by(self._gradients, norms, total, self.clip) if self.clip else torch.ones_like(total)
+        self._agree_on_scores(finite)
         lr = optimizer.param_groups[0]["lr"]
-        self.recorder.step(self.trainer.global_step + 1, lr, loss, norms, total, asked)
+        self.recorder.step(self.trainer.global_step + 1, lr, loss, norms, total, kept, asked)
         self._loss = None
         if self.recorder.reason:
             self.trainer.should_stop = True
+
+    def _agree_on_scores(self, taken: Tensor) -> None:
+        """The largest of each head over all ranks, and none of a step that is not taken."""
+        if self._clips:
+            found = self._ranks.largest(torch.stack([clip.largest for clip in self._clips]))
+            for clip, largest in zip(self._clips, torch.where(taken, found, -torch.inf), strict=True):
+                clip.largest.copy_(largest)
 
     def optimizer_step(self, *args: Any, **knobs: Any) -> None:
         super().optimizer_step(*args, **knobs)

@@ -370,7 +370,6 @@ def test_a_resumed_recorder_goes_on_counting(run, tmp_path):
         log_every=10,
         patience=3,
         tokens_per_step=1,
-        clip=1.0,
         locate=lambda step, norms: None,
     )
     lines = [{"step": 0, "val_loss": 9.0}, {"step": 1, "loss": 8.0}, {"step": 2, "loss": None, "skipped": True}]

@@ -19,11 +19,11 @@ class Taken:
 
     reason = None
 
-    def step(self, step, lr, loss, norms, total, asked):
+    def step(self, step, lr, loss, norms, total, kept, asked):
         self.total, self.norms = total.item(), norms.tolist()
 
 
-def clipped(gradient: list[float], clip: float) -> tuple[Taken, nn.Parameter, torch.optim.AdamW]:
+def clipped(gradient: list[float], clip: float, **more) -> tuple[Taken, nn.Parameter, torch.optim.AdamW]:
     """What is recorded, the parameter with the gradient that the optimizer is left with, and the optimizer."""
     model = nn.Module()
     model.weight = nn.Parameter(torch.ones(len(gradient)))
@@ -31,7 +31,7 @@ def clipped(gradient: list[float], clip: float) -> tuple[Taken, nn.Parameter, to
     entries = [Entry("weight", model.weight, "ffn", "matrix", 1, "up")]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     taken = Taken()
-    words = {"run_id": "", "steps": 9, "accumulate": 1, "clip": clip, "ranks": Ranks(1, 1), "signals": Signals()}
+    words = {"run_id": "", "steps": 9, "accumulate": 1, "clip": clip, "ranks": Ranks(1, 1), "signals": Signals()} | more
     task = Task(model, optimizer, Constant(), GradientNorms(entries, 1), taken, **words)
     task._trainer = SimpleNamespace(global_step=0, should_stop=False)
     task._loss = torch.tensor(1.0)
