@@ -33,15 +33,16 @@ def token_cosine(x: Tensor) -> Tensor:
     return (off_diagonal / u.new_tensor(time * (time - 1))).mean()
 
 
-def attention_logits(q: Tensor, k: Tensor) -> Tensor:
-    """q_h k_h^T / sqrt(d_h), -inf where a key lies behind its query: Vaswani et al. 2017, arXiv 1706.03762, eq. 1.
+def attention_logits(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
+    """scale q_h k_h^T, scale = 1/sqrt(d_h) unless given, -inf where a key lies behind its query: Vaswani et al. 2017, arXiv
+    1706.03762, eq. 1.
 
     q is (batch, heads, time, d_h), k the same or with fewer heads, each then shared by heads / kv_heads queries; the
     result (batch, heads, time, time), in at least float32.
     """
     q, k = (part if part.dtype == torch.float64 else part.float() for part in (q, k))
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    logits = q @ k.transpose(-2, -1) / sqrt(q.shape[-1])
+    logits = q @ k.transpose(-2, -1) * (1 / sqrt(q.shape[-1]) if scale is None else scale)
     future = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).triu(1)
     return logits.masked_fill(future, -torch.inf)
 

@@ -168,7 +168,8 @@ def _hooked(model: Transformer, seen: _Seen, device: str) -> Iterator[None]:
         tensors = model.stream.tensors
         after(model.embed, partial(_stream, seen, 0))
         for layer, block in enumerate(model.blocks, start=1):
-            after(block, partial(_of_state, tensors, partial(_stream, seen, layer)))
+            look = partial(_stream, seen, layer)
+            after(block, partial(_of_state, lambda state: tensors(model.of_stream(state)), look))
             for name in BRANCHES:
                 branch = block.get_submodule(name)
                 assert isinstance(branch, Branch)
@@ -203,7 +204,7 @@ def _mean_square(seen: _Seen, layer: int, name: str, coefficient: Any, *state: T
 def _on_attention(
     attention: Attention, look: Callable[[Tensor, Tensor], None], after: Callable[[nn.Module, Look], None]
 ) -> None:
-    """q and k as the attention uses them, but for the rotation, leave the norms of the heads; k comes second."""
+    """q and k leave the norms of the heads, k second; `Attention.compared` makes of them what the attention compares."""
     held: list[Tensor] = []
 
     def with_keys(k: Tensor) -> None:
@@ -214,7 +215,7 @@ def _on_attention(
 
 
 def _attention(seen: _Seen, layer: int, attention: Attention, q: Tensor, k: Tensor) -> None:
-    logits = attention_logits(attention.rotate(q), attention.rotate(k))
+    logits = attention_logits(*attention.compared(q, k), scale=attention.scale)
     seen.largest("logit_max", layer, logits.max())
     seen.mean("attention_entropy", layer, attention_entropy(logits))
 
