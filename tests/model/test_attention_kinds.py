@@ -151,6 +151,15 @@ def test_scales_that_cannot_be(words: list[str], said: str):
         network("attention=cosine", *words)
 
 
+def test_a_query_of_zeros_has_finite_gradients():
+    module = network("attention=cosine").blocks[0].attention.function
+    u = torch.randn(1, 4, 16)
+    u[0, 1] = 0
+    u.requires_grad_()
+    module(u).square().sum().backward()
+    assert torch.isfinite(u.grad).all() and module.log_scale.grad.abs().max() > 0
+
+
 def test_a_gate_is_drawn_as_a_gate():
     """Xavier: 1/sqrt(dim) where square, sqrt(2 / (dim + heads)) else; a residual method that scales gates scales it."""
     words = ["attention=gated", "model.depth=4", "model.dim=96", "model.heads=4", "model.context=8"]

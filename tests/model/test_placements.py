@@ -13,6 +13,7 @@ from model.compatibility import refusals
 from model.gain import has_gain, scale_gain_
 from model.norm import BatchNorm, LayerNorm, RMSNorm, SimpleRMSNorm, ZeroRMSNorm
 from model.sizes import Sizes
+from stability.theory import predict
 from tests.conftest import config, network, plain
 from tests.reference import Reference, agree, stds
 
@@ -205,6 +206,19 @@ def test_the_depth_scaled_sandwich():
     for branch in [branch for block in network(*words).blocks for branch in (block.attention, block.ffn)]:
         assert branch.stream.norm_out.gain.tolist() == [0.25] * 16
         assert branch.stream.norm_in.gain.tolist() == [1.0] * 16
+
+
+def test_theory_knows_the_gain_of_the_output_norm_and_what_it_does_not_know():
+    """Each branch adds gain^2; at inner norms, or norms on q, k and v, nothing is predicted."""
+    words = ["position=none", "placement=sandwich"]
+    sizes = network(*words, "model.depth=4").sizes
+    for gain in (1.0, 0.5):
+        stream = predict(train.choices_of(plain(*words, f"placement.out_gain={gain}")), sizes).stream
+        assert (
+            stream[0].tolist() == stream[1].tolist() == pytest.approx([1 + 2 * layer * gain**2 for layer in range(5)])
+        )
+    for placement in ("hybrid", "normformer", "sub_ln"):
+        assert predict(train.choices_of(plain("position=none", f"placement={placement}")), sizes).stream is None
 
 
 def lines(*words: str, depth: int = 12, norm: str = "rmsnorm", qk_norm: str = "none") -> list[str]:
