@@ -128,7 +128,25 @@ def check_knobs(place: str, node: dict[str, Any], target: Callable[..., Any]) ->
         if key not in known:
             names = [f"{place}.{name}" for name in node if name in known]
             raise ValueError(f"{place}.{key} is no knob of {node['_target_']}; {nearest(f'{place}.{key}', names)}")
-        _fit(f"{place}.{key}", value, parameters[key].annotation)
+        if built := _nodes(f"{place}.{key}", value):
+            for path, inner in built.items():
+                _check_node(path, inner)
+        else:
+            _fit(f"{place}.{key}", value, parameters[key].annotation)
+
+
+def _nodes(key: str, value: Any) -> dict[str, dict[str, Any]]:
+    """The nodes that a value is, or is a mapping of, by their full keys: what Hydra makes of them is not there yet."""
+    if _is_node(value):
+        return {key: value}
+    found = {f"{key}.{name}": node for name, node in value.items()} if isinstance(value, dict) else {}
+    if any(map(_is_node, found.values())) and (other := [name for name, node in found.items() if not _is_node(node)]):
+        raise ValueError(f"{other[0]}={found[other[0]]!r} has no _target_, as its neighbours have")
+    return found if all(map(_is_node, found.values())) else {}
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, dict) and "_target_" in value
 
 
 def _fit(key: str, value: Any, kind: Any) -> None:

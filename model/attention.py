@@ -53,13 +53,30 @@ class Attention(nn.Module):
         self.clip = self._clip(sizes.heads, sizes.groups, qk_clip) if qk_clip else None
 
     def forward(self, u: Tensor) -> Tensor:
-        q = self.rotate(self.head_norm_q(self._split(self.full_norm_q(self.q(u)))))
-        k = self.rotate(self.head_norm_k(self._split(self.full_norm_k(self.k(u)))))
-        v = self.head_norm_v(self._split(self.v(u)))
+        return self.answer(u, *self.project(u))
+
+    def project(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v as they leave the norms of the heads, (batch, heads or kv_heads, time, head_dim)."""
+        q = self.head_norm_q(self._split(self.full_norm_q(self.q(u))))
+        k = self.head_norm_k(self._split(self.full_norm_k(self.k(u))))
+        return q, k, self.head_norm_v(self._split(self.v(u)))
+
+    def answer(self, u: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """F(u), once it is projected."""
+        q, k = self.compared(q, k)
         if self.clip is not None and self.training:
             self.clip(q, k)
-        y = self.o(self.inner_norm(self.attend(q, k, v).transpose(1, 2).flatten(2)))
+        y = self.of_heads(u, self.attend(q, k, v))
+        y = self.o(self.inner_norm(y.transpose(1, 2).flatten(2)))
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    def compared(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k as they leave the norms of the heads to those whose product, times `scale`, is the attention logit."""
+        return self.rotate(q), self.rotate(k)
+
+    def of_heads(self, u: Tensor, y: Tensor) -> Tensor:
+        """What each head gives, (batch, heads, time, head_dim), to what it hands to W_o."""
+        return y
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k and v, (batch, heads, time, head_dim), to what each head gives, (batch, heads, time, head_dim)."""

@@ -5,11 +5,12 @@ judged the day it is added. `allow_unstable=true` runs what is refused here, sin
 """
 
 from collections.abc import Iterator
-from math import ceil, log10, sqrt
+from math import log10, sqrt
 
 from torch import nn
 
 from model.coefficient import number
+from model.gain import has_gain
 from model.site import Branch, Site
 from model.sizes import Sizes
 from model.transformer import Choices
@@ -26,7 +27,13 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
     yield from _profile_without_sum(choices, names, depth, has_norm)
     if sizes.qk_norm != "none" and not has_norm:
         yield f"model.qk_norm={sizes.qk_norm} with norm={names['norm']} puts no norm on queries and keys: choose a norm"
-    yield from _no_early_layer(choices, names, depth)
+    if reason := choices.placement.refusal(depth):
+        yield f"placement={names['placement']} with model.depth={depth} {reason}"
+    if not has_gain(sample) and any(choices.placement.gain(site) != 1 for site in _sites(depth)):
+        yield (
+            f"placement={names['placement']} sets the gain that its output norm starts with, and norm={names['norm']} has "
+            "none: use norm=rmsnorm"
+        )
     yield from _unbounded_scores(choices, names, sizes)
     yield from _lost_gain(choices, names, depth)
     if getattr(sample, "sees_future", False):
@@ -36,9 +43,13 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
         )
 
 
+def _sites(depth: int) -> list[Site]:
+    return [Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES]
+
+
 def _stream_elsewhere(choices: Choices, names: dict[str, str], depth: int, has_norm: bool) -> Iterator[str]:
     """A kind of stream is defined for some places and coefficients alone; without a norm every place is empty."""
-    for site in (Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES):
+    for site in _sites(depth):
         places = choices.placement.at(site) if has_norm else frozenset[str]()
         reason = choices.stream.refusal(site, places, choices.residual(site, 1))
         if reason:
@@ -47,11 +58,20 @@ def _stream_elsewhere(choices: Choices, names: dict[str, str], depth: int, has_n
             return
 
 
+def _bare(choices: Choices, depth: int, has_norm: bool) -> list[Site]:
+    """The branches after which no norm brings the stream back."""
+    sites = _sites(depth)
+    places = [choices.placement.at(site) if has_norm else frozenset[str]() for site in sites]
+    following = [*places[1:], frozenset[str]()]
+    brought_back = [here & {"sum", "both"} or "both" in after for here, after in zip(places, following, strict=True)]
+    return [site for site, back in zip(sites, brought_back, strict=True) if not back]
+
+
 def _skip_growth(choices: Choices, names: dict[str, str], depth: int, has_norm: bool) -> Iterator[str]:
     """alpha > 1 on a stream that no norm brings back multiplies it by alpha at each such branch: with DeepNorm's
-    alpha under pre-norm by (2N)^(N/2) in all."""
-    sites = [Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES]
-    bare = [site for site in sites if not (has_norm and choices.placement.at(site) & {"sum", "both"})]
+    alpha under pre-norm by (2N)^(N/2) in all. A norm on the sum brings it back, and so does one that skip and branch share, in
+    this branch or the next."""
+    bare = _bare(choices, depth, has_norm)
     alphas = [abs(number(choices.residual(site, 1).alpha)) for site in bare]
     growth = sum(log10(alpha) for alpha in alphas if alpha > 0)
     if growth > 0.01:
@@ -66,8 +86,7 @@ def _skip_growth(choices: Choices, names: dict[str, str], depth: int, has_norm: 
 def _profile_without_sum(choices: Choices, names: dict[str, str], depth: int, has_norm: bool) -> Iterator[str]:
     """alpha that a profile sets is the RMS of what stands before the branch: sqrt(l) and more, on a stream that no norm
     brings back the same growth."""
-    sites = [Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES]
-    bare = [site for site in sites if not (has_norm and choices.placement.at(site) & {"sum", "both"})]
+    bare = _bare(choices, depth, has_norm)
     if bare and choices.residual(bare[0], 1).profiled:
         yield (
             f"placement={names['placement']} with residual={names['residual']} and norm={names['norm']} sets alpha to what "
@@ -76,24 +95,16 @@ def _profile_without_sum(choices: Choices, names: dict[str, str], depth: int, ha
         )
 
 
-def _no_early_layer(choices: Choices, names: dict[str, str], depth: int) -> Iterator[str]:
-    """Too few layers for a share of them: the run would silently be another placement's."""
-    placement = choices.placement
-    if placement.share and placement.at(Site("attention", 1, depth)) != placement.early:
-        yield (
-            f"placement={names['placement']} with model.depth={depth} has no early layer: floor({placement.share:g} * "
-            f"{depth}) = 0; use model.depth={ceil(1 / placement.share)} or more, or placement=pre"
-        )
-
-
 def _unbounded_scores(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[str]:
     """A branch that reads the bare stream through matrices of full size: its attention scores grow with the stream, and
     at the start the gradient grows towards the input by about 10^(0.08 N) over N blocks (measured with Xavier at N = 12,
     24, 48, 100; docs/log.md). OLMo 2 (arXiv 2501.00656, section 3) uses the placement together with QK-norm."""
     depth = sizes.depth
-    places = choices.placement.at(Site("attention", depth, depth))
+    site = Site("attention", depth, depth)
+    reads_bare = choices.placement.at(site) - {"inner"} == {"out"} and choices.placement.gain(site) >= 1
+    bounded = sizes.qk_norm != "none" or getattr(getattr(choices.attention, "func", None), "bounded", False)
     full_size = choices.init.matrix(sizes.dim, sizes.dim) * sqrt(sizes.dim) > 0.5
-    if places == {"out"} and sizes.qk_norm == "none" and full_size and depth >= 24:
+    if reads_bare and not bounded and full_size and depth >= 24:
         yield (
             f"placement={names['placement']} with model.qk_norm=none and init={names['init']} starts with a gradient "
             f"about 10^{0.08 * depth:.0f} times as large in layer 1 as in layer {depth}: use model.qk_norm=full, as OLMo 2"
@@ -105,8 +116,7 @@ def _lost_gain(choices: Choices, names: dict[str, str], depth: int) -> Iterator[
     silently be that of another method."""
     if choices.linear(1, 1, "write").keeps_std:
         return
-    sites = (Site(branch, layer, depth) for layer in range(1, depth + 1) for branch in BRANCHES)
-    for role, gain in (pair for site in sites for pair in choices.residual(site, 1).gains.items()):
+    for role, gain in (pair for site in _sites(depth) for pair in choices.residual(site, 1).gains.items()):
         if gain != 1.0:
             yield (
                 f"residual={names['residual']} starts the matrices of role {role} {gain:.4g} times as large, which "

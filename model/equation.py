@@ -1,6 +1,7 @@
 """The comment that cannot lie: a configuration's equation, got by running its stream on symbols."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -24,14 +25,16 @@ class Symbol(str):
 
 
 class Call(nn.Module):
-    """A function of one symbol, by its name; with an inner norm the last matrix W stands outside of it."""
+    """A function of one symbol, by its name, and of what else it reads; with an inner norm the last matrix W stands outside
+    of it."""
 
-    def __init__(self, name: str, *, inner: bool = False) -> None:
+    def __init__(self, name: str, *others: str, inner: bool = False) -> None:
         super().__init__()
-        self.name, self.inner = name, inner
+        self.name, self.others, self.inner = name, others, inner
 
     def forward(self, x: str) -> Symbol:
-        return Symbol(f"W N({self.name}({x!s}))" if self.inner else f"{self.name}({x!s})")
+        called = f"{self.name}({', '.join([str(x), *self.others])})"
+        return Symbol(f"W N({called})" if self.inner else called)
 
 
 def _bracketed(text: str) -> str:
@@ -60,7 +63,8 @@ def _branch(site: Site, choices: Choices, before: tuple[str, ...], name: str, ha
         ramp=_letter("r", choices.ramp.at(site)),
     )
     state = stream.base(_symbols(before))
-    function = Call(f"{name}_N" if "qkv" in places else name, inner="inner" in places)
+    carried = ["v_1"] if site.branch == "attention" and site.layer > 1 and _carries(choices) else []
+    function = Call(f"{name}_N" if "qkv" in places else name, *carried, inner="inner" in places)
     return _assigned(choices.stream.after(site), stream.write(state, function(stream.read(state))))
 
 
@@ -68,6 +72,11 @@ def _assigned(letters: tuple[str, ...], state: State) -> str:
     """What the tensors of a state become, those that change."""
     pairs = zip(letters, state if isinstance(state, tuple) else (state,), strict=True)
     return ", ".join(f"{letter} <- {text}" for letter, text in pairs if letter != text)
+
+
+def _carries(choices: Choices) -> bool:
+    """Whether its attention reads the values of the first layer."""
+    return getattr(getattr(choices.attention, "func", choices.attention), "carries", False)
 
 
 def _symbols(letters: tuple[str, ...]) -> State:
@@ -94,23 +103,37 @@ def equation(choices: Choices, depth: int, *, has_norm: bool = True, cap: float 
     """The whole network in one line: embedding, branches (F is attention, then feed-forward), logits.
 
     Without a norm (`norm=none`) its places are empty. Layers that differ are told apart by their numbers:
-    `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`. A_N is attention with a norm on each head's q, k and v; W N(F(x)) a
-    branch with a norm before its last matrix W; r a ramp that follows the steps; s a learnt number for each logit; `cap` that of
-    the logits.
+    `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`. A_N is attention with a norm on each head's q, k and v; A(x, v_1) one that
+    reads the values of the first layer too; W N(F(x)) a branch with a norm before its last matrix W; r a ramp that follows the
+    steps; s a learnt number for each logit; `cap` that of the logits.
     """
     choices = replace(choices, stream=choices.stream.symbolic(Symbol))
-    of_layer = [(_layer(layer, choices, depth, has_norm), layer) for layer in range(1, depth + 1)]
+    of_layer = [_layer(layer, choices, depth, has_norm) for layer in range(1, depth + 1)]
     ends = choices.placement.ends if has_norm else frozenset()
-    runs = [(text, [layer for _, layer in run]) for text, run in groupby(of_layer, key=lambda pair: pair[0])]
     embedding: Any = Symbol("N(embedding)" if "embed" in ends else "embedding")
     start = _assigned(choices.stream.letters, choices.stream.enter(embedding))
     parts = [] if start == "x <- embedding" else [start]
-    for text, run in runs:
-        where = f"layer {run[0]}" if len(run) == 1 else f"layers {run[0]}-{run[-1]}"
-        parts.append(text if len(runs) == 1 else f"{where}: {text}")
+    for text, runs in _runs(of_layer).items():
+        parts.append(text if runs == [(1, depth)] else f"{_numbers(runs)}: {text}")
     outlet = choices.stream.outlet(depth, 1, lambda dim: Call("N") if has_norm else nn.Identity())
     read = outlet(_symbols(choices.stream.letters))
     s = "" if choices.scaling.learnt(1, 1) == 1.0 else "s "
     logits = f"{s}W N({read})" if "head" in ends else f"{s}W {_bracketed(read)}"
     parts.append(f"logits = {cap:g} tanh({logits} / {cap:g})" if cap else f"logits = {logits}")
     return ";  ".join(parts)
+
+
+def _runs(of_layer: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
+    """Each text -> the stretches of layers that have it, (first, last) from 1."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for text, run in groupby(enumerate(of_layer, start=1), key=lambda pair: pair[1]):
+        layers = [layer for layer, _ in run]
+        found.setdefault(text, []).append((layers[0], layers[-1]))
+    return found
+
+
+def _numbers(runs: Sequence[tuple[int, int]]) -> str:
+    """`layer 1`, `layers 1-3`, `layers 1, 3-4`; of more than six stretches the first two and the last."""
+    named = [f"{first}" if first == last else f"{first}-{last}" for first, last in runs]
+    shown = named if len(named) <= 6 else [*named[:2], "...", named[-1]]
+    return f"layer{'' if named == [str(runs[0][0])] else 's'} {', '.join(shown)}"

@@ -9,6 +9,7 @@ learns it (a scalar, or one number a feature), or `Computed`. Gains go by the ro
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import log
 from typing import get_args
 
 import torch
@@ -119,6 +120,18 @@ def b2t(site: Site, dim: int) -> Residual:
     Source: the released code of Takase et al. 2022, arXiv 2206.00330, on Xavier's std.
     """
     return Residual(gains=dict.fromkeys(get_args(Role), site.depth**-0.5))
+
+
+def sub_ln(site: Site, dim: int, *, scale_gate: bool = False) -> Residual:
+    """alpha = 1; v, o, up, down start with Xavier gain sqrt(ln 2N), q and k with gain 1. With placement=sub_ln.
+
+    From N = 2 on the gain is above 1 (1.78 at N = 12): it enlarges, where DeepNorm's beta shrinks the same matrices. A network
+    has one or the other.
+    Source: Wang et al. 2022 (Magneto), arXiv 2210.06423, section 2.3, decoder-only; `scale_gate` as in `deepnorm`. The
+    released code scales the biases too, which are zero here.
+    """
+    gain = log(2 * site.depth) ** 0.5
+    return Residual(gains={"carry": gain, "write": gain} | ({"gate": gain} if scale_gate else {}))
 
 
 def learned_scalars(site: Site, dim: int, *, alpha: float = 1.0, beta: float = 1.0) -> Residual:

@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from model.block import Block, Branch
 from model.cap import capped
+from model.carry import Carrying, Passing, with_nothing
 from model.coefficient import Coefficient, Ramped, scaled, times
 from model.execution import Execution, cross_entropy, eagerly
+from model.gain import scale_gain_
 from model.init import Init, draw_, initialise_
 from model.linear import Linear
 from model.placement import Placement
@@ -23,7 +25,7 @@ from model.scaling import NoScaling
 from model.setting import Setting
 from model.site import Site
 from model.sizes import Sizes
-from model.stream import Single
+from model.stream import Single, State
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,7 @@ class Transformer(nn.Module):
         scale = 1.0 if unit else rms / token_std
         self.embed = Embedding(token, scale, position, ends["embed"], sizes.dropout, sizes.embed_grad)
         self.blocks = nn.ModuleList(_block(layer, choices, sizes, position) for layer in range(1, sizes.depth + 1))
+        self.carries = isinstance(self.blocks[0].attention, Carrying)
         self.outlet = choices.stream.outlet(sizes.depth, dim, norm)
         output, scaling = token if sizes.tied else nn.Parameter(torch.empty(vocab, dim)), choices.scaling
         learnt = scaling.learnt(vocab, dim)
@@ -150,7 +153,7 @@ class Transformer(nn.Module):
         self._hold_rows()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        x = self.outlet(self.execution(self.blocks, self.stream.enter(self.embed(tokens))))
+        x = self.features(tokens)
         if targets is None:
             logits: Tensor = self.head(x)
             return logits
@@ -164,8 +167,22 @@ class Transformer(nn.Module):
         tokens, training = windows[: max(1, PROFILED // self.context), :-1], self.training
         streams = [module.stream for module in self.blocks.modules() if isinstance(module, Branch)]
         with eagerly(self.eval()):
-            profile_(self.embed, streams, lambda: self.execution(self.blocks, self.stream.enter(self.embed(tokens))))
+            profile_(self.embed, streams, lambda: self.features(tokens))
         self.train(training)
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """What the head is given, (batch, time, dim)."""
+        x: Tensor = self.outlet(self.of_stream(self.execution(self.blocks, self.enter(self.embed(tokens)))))
+        return x
+
+    def enter(self, x: Tensor) -> State:
+        """What the first block is given: the stream's first state, beside it what travels with it."""
+        state = self.stream.enter(x)
+        return with_nothing(state, x) if self.carries else state
+
+    def of_stream(self, state: State) -> State:
+        """Of what a block gives, the state of the stream."""
+        return state[0] if self.carries else state
 
     def at_step(self, step: int) -> None:
         """Before the forward pass of optimizer step `step`, counted from 1: each ramp is where it stands then. Nothing is done
@@ -219,10 +236,13 @@ def _block(layer: int, choices: Choices, sizes: Sizes, position: NoPosition) -> 
     residuals = [residual_at(choices, sizes.dim, site) for site in sites]
     if residuals[0].shared:
         residuals[1] = replace(residuals[0], gains=residuals[1].gains)
+    makers: tuple[Callable[[Setting], nn.Module], ...] = choices.attention, choices.ffn
+    functions = [make(setting(choices, sizes, site, position)) for site, make in zip(sites, makers, strict=True)]
+    kinds = (Carrying, Passing) if getattr(functions[0], "carries", False) else (Branch, Branch)
     branches = []
-    for site, residual, make in zip(sites, residuals, (choices.attention, choices.ffn), strict=True):
-        function, places = make(setting(choices, sizes, site, position)), choices.placement.at(site)
-        ramp, norm = choices.ramp.at(site), choices.norm
+    for site, residual, function, kind in zip(sites, residuals, functions, kinds, strict=True):
+        places, ramp, norm = choices.placement.at(site), choices.ramp.at(site), choices.norm
         stream = choices.stream.at(site, sizes.dim, places=places, norm=norm, residual=residual, ramp=ramp)
-        branches.append(Branch(function, stream, residual))
+        scale_gain_(stream.norm_out, choices.placement.gain(site))
+        branches.append(kind(function, stream, residual))
     return Block(*branches)

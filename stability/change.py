@@ -26,8 +26,7 @@ def features(model: Transformer, windows: Sequence[Tensor], *, autocast: bool = 
 
 def _features(model: Transformer, tokens: Tensor, autocast: bool) -> Tensor:
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
-        x = model.outlet(model.execution(model.blocks, model.stream.enter(model.embed(tokens))))
-        x = model.head.norm(x)
+        x = model.head.norm(model.features(tokens))
     assert isinstance(x, Tensor)
     return x
 

@@ -6,13 +6,13 @@ not hold for a configuration nothing is predicted.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from math import sqrt
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from model.attention import Attention
 from model.coefficient import number
 from model.ffn import MLP
 from model.init import Xavier
@@ -129,7 +129,7 @@ def predict(choices: Choices, sizes: Sizes) -> Prediction:
     if not (whole and _brings_to_one(choices.norm(sizes.dim), sizes.dim)):
         return Prediction()
     stream = source = None
-    if joins := _joins(choices, sizes, places, residuals):
+    if joins := _joins(choices, sizes, sites, residuals):
         position = choices.position(sizes.dim, sizes.head_dim, sizes.context)
         terms = 1 + position.terms
         rms = choices.init.embedding(terms) * residuals[0].gains.get("embedding", 1.0)
@@ -154,17 +154,16 @@ def predict(choices: Choices, sizes: Sizes) -> Prediction:
     return Prediction(stream, source or "", gradient, exponent, update)
 
 
-def _joins(
-    choices: Choices, sizes: Sizes, places: Sequence[frozenset[str]], residuals: Sequence[Residual]
-) -> list[Join]:
+def _joins(choices: Choices, sizes: Sizes, sites: Sequence[Site], residuals: Sequence[Residual]) -> list[Join]:
     """One for each branch; none at all where one of them is beyond the theory."""
     ffn, joins = _ffn(choices, sizes), list[Join]()
-    for branch, at, residual in zip(cycle(BRANCHES), places, residuals, strict=False):
+    for site, residual in zip(sites, residuals, strict=True):
+        branch, at, gain = site.branch, choices.placement.at(site), choices.placement.gain(site)
         alpha, beta, s = (number(part) for part in (residual.alpha, residual.beta, residual.s))
         if "sum" in at:
             joins.append(Join(alpha, 0, 0, norm_sum=True))
         elif "out" in at:
-            joins.append(Join(alpha, beta**2, beta**2))
+            joins.append(Join(alpha, (beta * gain) ** 2, (beta * gain) ** 2))
         elif "in" in at and not sizes.dropout and branch == "attention":
             carry, write = (_square(choices, residual, role, sizes.dim, sizes.dim) for role in ("carry", "write"))
             joins.append(Join(alpha, 0.0, beta**2 * s**2 * carry * write * _kept(choices, sizes)))
@@ -201,9 +200,11 @@ def _gains(choices: Choices, sizes: Sizes, residuals: Sequence[Residual]) -> tup
 
 
 def _plain_stream(choices: Choices, places: Sequence[frozenset[str]], site: Site) -> bool:
-    """One tensor, matrices as they are drawn, and no place or ramp that the papers do not have."""
-    at_once = isinstance(choices.ramp.at(site), float) and getattr(choices.linear, "func", choices.linear) is Linear
-    return type(choices.stream) is Single and at_once and not any(at & {"both", "qkv", "inner"} for at in places)
+    """One tensor, matrices as they are drawn, plain attention, and no place or ramp that the papers do not have."""
+    at_once = isinstance(choices.ramp.at(site), float) and type(choices.stream) is Single
+    linear, attention = (getattr(made, "func", made) for made in (choices.linear, choices.attention))
+    plain = linear is Linear and attention is Attention
+    return at_once and plain and not any(at & {"both", "qkv", "inner"} for at in places)
 
 
 def _brings_to_one(norm: nn.Module, dim: int) -> bool:

@@ -166,9 +166,13 @@ def _hooked(model: Transformer, seen: _Seen, device: str) -> Iterator[None]:
             hooks.callback(module.register_forward_hook(lambda _, __, output: quietly(look, output)).remove)
 
         tensors = model.stream.tensors
+
+        def left(layer: int, state: Any) -> None:
+            _stream(seen, layer, tensors, model.of_stream(state))
+
         after(model.embed, partial(_stream, seen, 0, lambda x: (x,)))
         for layer, block in enumerate(model.blocks, start=1):
-            after(block, partial(_stream, seen, layer, tensors))
+            after(block, partial(left, layer))
             for name in BRANCHES:
                 branch = block.get_submodule(name)
                 assert isinstance(branch, Branch)
@@ -206,7 +210,7 @@ def _mean_square(seen: _Seen, layer: int, name: str, stream: nn.Module, letter: 
 def _on_attention(
     attention: Attention, look: Callable[[Tensor, Tensor], None], after: Callable[[nn.Module, Look], None]
 ) -> None:
-    """q and k as the attention uses them, but for the rotation, leave the norms of the heads; k comes second."""
+    """q and k leave the norms of the heads, k second; `Attention.compared` makes of them what the attention compares."""
     held: list[Tensor] = []
 
     def with_keys(k: Tensor) -> None:
@@ -217,8 +221,7 @@ def _on_attention(
 
 
 def _attention(seen: _Seen, layer: int, attention: Attention, q: Tensor, k: Tensor) -> None:
-    q, k = attention.rotate(q), attention.rotate(k)
-    logits = attention_logits(q, k, scale=attention.scale, cap=attention.logit_cap)
+    logits = attention_logits(*attention.compared(q, k), scale=attention.scale, cap=attention.logit_cap)
     seen.largest("logit_max", layer, logits.max())
     seen.mean("attention_entropy", layer, attention_entropy(logits))
 

@@ -75,14 +75,16 @@ def setting(sizes: Sizes, **more: Any) -> Setting:
     return Setting(sizes, Site("attention", 1, sizes.depth), **given)
 
 
+GAINLESS = {"none", "simple_rmsnorm", "simple_layernorm", "l2norm"}
 GROWS = {"deepnorm", "glm130b", "keel", "admin"}  # residual methods whose skip needs a norm on the sum
 
 
 def brought_back(norm: str, placement: str) -> bool:
-    """Whether a norm stands on every sum, so that a skip may multiply the stream."""
+    """Whether in every layer a norm stands on the sum, or on what skip and branch share, so that a skip may multiply the
+    stream."""
     places = train.choices_of(plain(f"placement={placement}")).placement
-    sites = [Site("attention", layer, 12) for layer in range(1, 13)]
-    return norm != "none" and all(places.at(site) & {"sum", "both"} for site in sites)
+    layers = [places.at(Site("attention", layer, 12)) | places.at(Site("ffn", layer, 12)) for layer in range(1, 13)]
+    return norm != "none" and all(at & {"sum", "both"} for at in layers)
 
 
 CORE = {"pre", "post"}, {"standard", "deepnorm"}
@@ -101,6 +103,13 @@ def cells() -> list[tuple[str, str, str]]:
         (n, placements[(i + j) % len(placements)], r) for i, n in enumerate(norms) for j, r in enumerate(residuals)
     }
     return sorted(core | pairs)
+
+
+def is_trap(norm: str, placement: str, residual: str) -> bool:
+    """Whether a cell is to be refused: a norm that sees the future, a skip above 1 that no norm follows, or a gain to be set
+    where there is none."""
+    growing = residual in GROWS and not brought_back(norm, placement)
+    return norm == "batchnorm" or growing or (placement == "res_post" and norm in GAINLESS)
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ def activations(model: Transformer, plain: dict[str, Any], *, rows: int, device:
             module.dropout = 0.0  # a CPU's attention keeps all scores where it drops some, a GPU's does not
 
     def pass_through(x: Tensor) -> Any:
-        return block(model.stream.enter(x))
+        return block(model.enter(x))
 
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "bf16-mixed"):
         one, two = (_kept(pass_through, block, (count, model.context, model.dim)) for count in (1, 2))

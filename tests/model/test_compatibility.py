@@ -8,7 +8,7 @@ import torch
 import train
 from model.compatibility import refusals
 from model.sizes import Sizes
-from tests.conftest import GROWS, brought_back, cells, network, plain
+from tests.conftest import cells, is_trap, network, plain
 
 
 def refused(norm: str, placement: str, residual: str, depth: int) -> list[str]:
@@ -49,7 +49,7 @@ def test_the_number_of_a_refusal_is_what_the_network_does(depth: int):
 @pytest.mark.case("P03", "P04")
 def test_which_cells_are_refused():
     for norm, placement, residual in cells():
-        trap = norm == "batchnorm" or (residual in GROWS and not brought_back(norm, placement))
+        trap = is_trap(norm, placement, residual)
         assert bool(refused(norm, placement, residual, 12)) == trap, (norm, placement, residual)
 
 
