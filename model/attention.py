@@ -22,7 +22,8 @@ class Attention(nn.Module):
         super().__init__()
         sizes, linear = setting.sizes, setting.linear
         self.head_dim, self.dropout, self.rotate = sizes.head_dim, sizes.dropout, setting.rotate
-        self.scale = setting.score_scale / sizes.head_dim**0.5
+        self.score_scale = setting.score_scale
+        self.scale = self.score_scale / sizes.head_dim**0.5
         dim, shared, kv_dim = sizes.dim, sizes.heads // sizes.groups, sizes.head_dim * sizes.groups
         self.q = linear(dim, dim, "score", sizes.bias)
         self.k = linear(dim, kv_dim, "score", sizes.bias, shared)

@@ -77,7 +77,8 @@ def _unbounded_scores(choices: Choices, names: dict[str, str], sizes: Sizes) -> 
     24, 48, 100; docs/log.md). OLMo 2 (arXiv 2501.00656, section 3) uses the placement together with QK-norm."""
     depth = sizes.depth
     places = choices.placement.at(Site("attention", depth, depth))
-    full_size = choices.init.matrix(sizes.dim, sizes.dim) * sqrt(sizes.dim) > 0.5
+    std = choices.init.matrix(sizes.dim, sizes.dim) * choices.scaling.matrix(sizes, choices.init)
+    full_size = std * sqrt(sizes.dim) > 0.5
     if places == {"out"} and sizes.qk_norm == "none" and full_size and depth >= 24:
         yield (
             f"placement={names['placement']} with model.qk_norm=none and init={names['init']} starts with a gradient "

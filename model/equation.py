@@ -80,12 +80,12 @@ def _layer(layer: int, choices: Choices, depth: int, has_norm: bool) -> str:
     return f"{first} then {_branch(ffn, choices, stream.after(attention), 'M', has_norm)}"
 
 
-def equation(choices: Choices, depth: int, *, has_norm: bool = True) -> str:
+def equation(choices: Choices, depth: int, *, has_norm: bool = True, logits: float = 1.0) -> str:
     """The whole network in one line: embedding, branches (F is attention, then feed-forward), logits.
 
     Without a norm (`norm=none`) its places are empty. Layers that differ are told apart by their numbers:
     `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`. A_N is attention with a norm on each head's q, k and v; W N(F(x)) a
-    branch with a norm before its last matrix W; r a ramp that follows the steps.
+    branch with a norm before its last matrix W; r a ramp that follows the steps; c the factor `logits` where it is not 1.
     """
     of_layer = [(_layer(layer, choices, depth, has_norm), layer) for layer in range(1, depth + 1)]
     ends = choices.placement.ends if has_norm else frozenset()
@@ -96,5 +96,6 @@ def equation(choices: Choices, depth: int, *, has_norm: bool = True) -> str:
         parts.append(text if len(runs) == 1 else f"{where}: {text}")
     outlet = choices.stream.outlet(depth, 1, lambda dim: Call("N") if has_norm else nn.Identity())
     read = outlet(_symbols(choices.stream.letters))
-    parts.append(f"logits = W N({read})" if "head" in ends else f"logits = W {_bracketed(read)}")
+    c = "" if logits == 1 else "c "
+    parts.append(f"logits = {c}W N({read})" if "head" in ends else f"logits = {c}W {_bracketed(read)}")
     return ";  ".join(parts)

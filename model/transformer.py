@@ -89,7 +89,8 @@ class Transformer(nn.Module):
 
         position = choices.position(dim, sizes.head_dim, sizes.context)
         rms = init.embedding(1 + position.terms)
-        token_std = init.head(dim) if sizes.tied else rms
+        head_std = init.head(dim) * choices.scaling.head(sizes, init)
+        token_std = head_std if sizes.tied else rms
         token = nn.Parameter(torch.empty(vocab, dim))
         ends = {place: norm(dim) if place in choices.placement.ends else nn.Identity() for place in ("embed", "head")}
         self.embed = Embedding(token, rms / token_std, position, ends["embed"], sizes.dropout)
@@ -104,10 +105,10 @@ class Transformer(nn.Module):
         features = -1 if init.centred else None
         draw_(token, token_std, seed=seed, name="embed.token", centred=features)
         if not sizes.tied:
-            draw_(self.head.weight, init.head(dim), seed=seed, name="head.weight")
+            draw_(self.head.weight, head_std, seed=seed, name="head.weight")
         for name, parameter in position.named_parameters():
             draw_(parameter, rms, seed=seed, name=f"position.{name}", centred=features)
-        initialise_(self.blocks.named_modules(), init, seed, choices.scaling.matrix(sizes))
+        initialise_(self.blocks.named_modules(), init, seed, choices.scaling.matrix(sizes, init))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         x = self.outlet(self.execution(self.blocks, self.stream.enter(self.embed(tokens))))

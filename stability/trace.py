@@ -214,7 +214,7 @@ def _on_attention(
 
 
 def _attention(seen: _Seen, layer: int, attention: Attention, q: Tensor, k: Tensor) -> None:
-    logits = attention_logits(attention.rotate(q), attention.rotate(k))
+    logits = times(attention.score_scale, attention_logits(attention.rotate(q), attention.rotate(k)))
     seen.largest("logit_max", layer, logits.max())
     seen.mean("attention_entropy", layer, attention_entropy(logits))
 

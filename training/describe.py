@@ -14,6 +14,7 @@ from model.equation import equation
 from model.init import std_of
 from model.linear import Linear
 from model.norm import Norm
+from model.site import Site
 from model.transformer import Choices, Transformer
 from training import device as machine
 from training.flops import flops_per_token
@@ -54,7 +55,7 @@ def describe(
 ) -> tuple[str, dict[str, Any]]:
     """(The lines that a run prints when it starts, the facts that its summary repeats.)"""
     has_norm = any(isinstance(module, Norm) for module in model.modules())
-    line = equation(choices, model.depth, has_norm=has_norm)
+    line = equation(choices, model.depth, has_norm=has_norm, logits=model.head.scale)
     name = plain["name"] or f"{axes['norm']} {axes['placement']} {axes['residual']}"
     facts = {
         "name": name,
@@ -73,6 +74,7 @@ def describe(
         "equation": line,
         "constants": _coefficients(model) + (f"  eps = {plain['norm']['eps']:g}" if has_norm else ""),
         "initial std": _stds(model, choices),
+        "scaling": _scaling(model, choices),
         "model": f"{size:,} parameters, depth {model.depth}, width {model.dim}, context {model.context}",
         "data": f"{tokens.name}, hash {tokens.hash}, vocabulary {tokens.vocab}, "
         f"unigram entropy {tokens.unigram_entropy:.4f} nats{floor}",
@@ -133,13 +135,35 @@ def _is_learnt(value: Coefficient) -> bool:
 
 
 def _stds(model: Transformer, choices: Choices) -> str:
-    factor, stds = choices.scaling.matrix(model.sizes), dict[str, list[float]]()
+    factor, stds = choices.scaling.matrix(model.sizes, choices.init), dict[str, list[float]]()
     for name, module in model.blocks.named_modules():
         if isinstance(module, Linear):
             stds.setdefault(f"{name.rpartition('.')[2]} ({module.role})", []).append(
                 std_of(module, choices.init, factor)
             )
     return "  ".join(f"{name} {_span(values)}" for name, values in stds.items())
+
+
+def _scaling(model: Transformer, choices: Choices) -> str:
+    """Every factor of a scaling, in the order of the optimizer's groups; empty for none."""
+    scaling, sizes = model.scaling, model.sizes
+    if not scaling.paced:
+        return ""
+    on = {
+        "branches": scaling.branch(Site("attention", 1, sizes.depth)),
+        "scores": scaling.scores(sizes),
+        "logits (c)": scaling.logits(sizes),
+        "std of matrices": scaling.matrix(sizes, choices.init),
+        "of the head": scaling.head(sizes, choices.init),
+    }
+    paces = {
+        "matrices": scaling.pace("matrix", True, sizes),
+        "rest of the blocks": scaling.pace("norm", True, sizes),
+        "ends": scaling.pace("embedding", False, sizes),
+    }
+    factors = "  ".join(f"{name} x {factor:.4g}" for name, factor in on.items())
+    rates = "  ".join(f"{name} x {p.lr:.4g}, {p.decay:.4g}, {p.eps:.4g}" for name, p in paces.items())
+    return f"{factors}\nlr, decay, eps: {rates}"
 
 
 def _span(values: list[float]) -> str:

@@ -89,8 +89,9 @@ class Task(pl.LightningModule):
         optimizer.found_inf = (~finite).to(torch.float32)  # the fused kernel then leaves weights and moments alone
         if self.clip:
             clip_grads_with_norm_(self.model.parameters(), self.clip, total)
-        lr = optimizer.param_groups[0]["lr"]
-        self.recorder.step(self.trainer.global_step + 1, lr, loss, norms, total, asked)
+        step = self.trainer.global_step + 1
+        lr = optimizer.defaults["lr"] * self._schedule.factor(step, self.steps)  # that of a parameter whose pace is 1
+        self.recorder.step(step, lr, loss, norms, total, asked)
         self._loss = None
         if self.recorder.reason:
             self.trainer.should_stop = True
@@ -109,13 +110,17 @@ class Task(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """The generators, new ones where there were others than these ranks; and the optimizer's settings as the config has
         them now, which a checkpoint would undo."""
-        done, lr = checkpoint["global_step"], self._optimizer.defaults["lr"]
-        now = {"initial_lr": lr, "lr": lr * self._schedule.factor(done + 1, self.steps)}
+        done = checkpoint["global_step"]
+        factor = self._schedule.factor(done + 1, self.steps)
         (optimizer,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
-        for stored, group in zip(optimizer["param_groups"], self._optimizer.param_groups, strict=True):
-            stored.update({key: value for key, value in group.items() if key != "params"} | now)
-        groups = len(optimizer["param_groups"])
-        schedule.update(base_lrs=[now["initial_lr"]] * groups, _last_lr=[now["lr"]] * groups)
+        base = [group.get("initial_lr", group["lr"]) for group in self._optimizer.param_groups]
+        now = [lr * factor for lr in base]
+        for stored, group, *rates in zip(
+            optimizer["param_groups"], self._optimizer.param_groups, base, now, strict=True
+        ):
+            kept = {key: value for key, value in group.items() if key != "params"}
+            stored.update(kept | dict(zip(("initial_lr", "lr"), rates, strict=True)))
+        schedule.update(base_lrs=base, _last_lr=now)
         if len(states := _as_list(checkpoint["rng"])) != self._ranks.world:
             torch.manual_seed(self._ranks.seed(torch.initial_seed(), done))
             return
