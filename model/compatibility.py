@@ -27,6 +27,7 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
         yield f"model.qk_norm={sizes.qk_norm} with norm={names['norm']} puts no norm on queries and keys: choose a norm"
     yield from _no_early_layer(choices, names, depth)
     yield from _unbounded_scores(choices, names, sizes)
+    yield from _depth_twice(choices, names, depth)
     if getattr(sample, "sees_future", False):
         yield (
             f"norm={names['norm']} in a causal model takes its statistics over time, so that in training every "
@@ -83,4 +84,18 @@ def _unbounded_scores(choices: Choices, names: dict[str, str], sizes: Sizes) -> 
         yield (
             f"placement={names['placement']} with model.qk_norm=none and init={names['init']} starts with a gradient "
             f"about 10^{0.08 * depth:.0f} times as large in layer 1 as in layer {depth}: use model.qk_norm=full, as OLMo 2"
+        )
+
+
+def _depth_twice(choices: Choices, names: dict[str, str], depth: int) -> Iterator[str]:
+    """A scaling that shrinks the branches with the depth, and a residual method whose constants are the depth's too."""
+
+    def constants(of: int) -> tuple[object, ...]:
+        residual = choices.residual(Site("attention", 1, of), 1)
+        return number(residual.alpha), number(residual.s), number(residual.beta), dict(residual.gains)
+
+    if choices.scaling.branch(Site("attention", 1, depth)) != 1 and constants(depth) != constants(2 * depth):
+        yield (
+            f"scaling={names['scaling']} with residual={names['residual']} at model.depth={depth}: both follow the depth, so "
+            "that the branches shrink twice: use residual=standard, or scaling=mup"
         )

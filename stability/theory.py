@@ -161,7 +161,9 @@ def _joins(
         elif "out" in at:
             joins.append(Join(alpha, beta**2, beta**2))
         elif "in" in at and not sizes.dropout and branch == "attention":
-            carry, write = (_square(choices, sizes, residual, role, sizes.dim, sizes.dim) for role in ("carry", "write"))
+            carry, write = (
+                _square(choices, sizes, residual, role, sizes.dim, sizes.dim) for role in ("carry", "write")
+            )
             joins.append(Join(alpha, 0.0, beta**2 * s**2 * carry * write * _kept(choices, sizes)))
         elif "in" in at and not sizes.dropout and isinstance(ffn, MLP):
             up = s**2 * _square(choices, sizes, residual, "carry", sizes.dim, ffn.up.out_features)

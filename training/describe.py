@@ -74,7 +74,7 @@ def describe(
         "equation": line,
         "constants": _coefficients(model) + (f"  eps = {plain['norm']['eps']:g}" if has_norm else ""),
         "initial std": _stds(model, choices),
-        "scaling": _scaling(model, choices),
+        **_scaling(model, choices),
         "model": f"{size:,} parameters, depth {model.depth}, width {model.dim}, context {model.context}",
         "data": f"{tokens.name}, hash {tokens.hash}, vocabulary {tokens.vocab}, "
         f"unigram entropy {tokens.unigram_entropy:.4f} nats{floor}",
@@ -144,11 +144,11 @@ def _stds(model: Transformer, choices: Choices) -> str:
     return "  ".join(f"{name} {_span(values)}" for name, values in stds.items())
 
 
-def _scaling(model: Transformer, choices: Choices) -> str:
-    """Every factor of a scaling, in the order of the optimizer's groups; empty for none."""
+def _scaling(model: Transformer, choices: Choices) -> dict[str, str]:
+    """The factors of a scaling, as rows; none for none."""
     scaling, sizes = model.scaling, model.sizes
     if not scaling.paced:
-        return ""
+        return {}
     on = {
         "branches": scaling.branch(Site("attention", 1, sizes.depth)),
         "scores": scaling.scores(sizes),
@@ -163,7 +163,7 @@ def _scaling(model: Transformer, choices: Choices) -> str:
     }
     factors = "  ".join(f"{name} x {factor:.4g}" for name, factor in on.items())
     rates = "  ".join(f"{name} x {p.lr:.4g}, {p.decay:.4g}, {p.eps:.4g}" for name, p in paces.items())
-    return f"{factors}\nlr, decay, eps: {rates}"
+    return {"scaling": factors, "lr, decay, eps": rates}
 
 
 def _span(values: list[float]) -> str:

@@ -95,8 +95,8 @@ def groups(
     found: dict[tuple[str, bool], list[Parameter]] = defaultdict(list)
     for entry in inventory(model):
         if update == "all" or (entry.layer and entry.kind == "matrix"):
-            kind, inside = entry.kind if entry.kind in decay else "other", scaling.paced and entry.layer > 0
-            found[kind, inside].append(entry.parameter)
+            name = entry.kind if entry.kind in decay else "other"
+            found[name, scaling.paced and entry.layer > 0].append(entry.parameter)
     listed = []
     for (kind, inside), parameters in found.items():
         pace = scaling.pace(kind, inside, model.sizes)
