@@ -2,10 +2,13 @@
 are a large one's."""
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from model.init import Init
 from model.site import Site
 from model.sizes import Sizes
+
+if TYPE_CHECKING:  # a bad knob is refused without loading torch
+    from model.init import Init
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,11 @@ class NoScaling:
 
     paced = False
 
-    def matrix(self, sizes: Sizes, init: Init) -> float:
+    def matrix(self, sizes: Sizes, init: "Init") -> float:
         """On the initial std of the blocks' matrices."""
         return 1.0
 
-    def head(self, sizes: Sizes, init: Init) -> float:
+    def head(self, sizes: Sizes, init: "Init") -> float:
         """On the initial std of the output matrix."""
         return 1.0
 
@@ -83,11 +86,11 @@ class MuP(NoScaling):
         """m."""
         return sizes.dim / self.base_dim
 
-    def matrix(self, sizes: Sizes, init: Init) -> float:
+    def matrix(self, sizes: Sizes, init: "Init") -> float:
         at_base, here = (init.matrix(dim, dim) for dim in (self.base_dim, sizes.dim))
         return self.width(sizes) ** -0.5 * at_base / here
 
-    def head(self, sizes: Sizes, init: Init) -> float:
+    def head(self, sizes: Sizes, init: "Init") -> float:
         return init.head(self.base_dim) / init.head(sizes.dim)
 
     def scores(self, sizes: Sizes) -> float:
