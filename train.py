@@ -105,6 +105,8 @@ def check_whole(plain: dict[str, Any], axes: dict[str, str]) -> tuple["Choices",
     # one layer of the real sizes: the constructors of its parts say what does not fit
     layer = network(plain | {"model": plain["model"] | {"depth": 1}}, choices, vocab=2)
     check_sharing(plain, axes, layer)
+    if choices.scaling.paced:
+        instantiate(plain["optimizer"])(layer)  # which says whether it goes with a scaling
     for refusal in refusals(choices, axes, sizes):
         if not plain["allow_unstable"]:
             raise ValueError(f"{refusal}; allow_unstable=true runs it all the same")

@@ -25,7 +25,7 @@ MACHINERY = {"devices", "num_nodes", "compile", "trainer"}
 # judged by the learning rates of the steps already taken: a run with a schedule that does not look at its end can go on
 BY_EFFECT = {"steps", "schedule"}
 # what the optimizer's state in a checkpoint hangs on: not even force can give it to another
-STATE = {"optimizer", "optimizer.update", "optimizer.momentum"}
+STATE = {"optimizer", "optimizer.update", "optimizer.momentum", "scaling"}
 
 
 class Schedule(Protocol):

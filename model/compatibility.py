@@ -36,6 +36,7 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
         )
     yield from _unbounded_scores(choices, names, sizes)
     yield from _lost_gain(choices, names, depth)
+    yield from _depth_twice(choices, names, depth)
     if getattr(sample, "sees_future", False):
         yield (
             f"norm={names['norm']} in a causal model takes its statistics over time, so that in training every "
@@ -103,7 +104,8 @@ def _unbounded_scores(choices: Choices, names: dict[str, str], sizes: Sizes) -> 
     site = Site("attention", depth, depth)
     reads_bare = choices.placement.at(site) - {"inner"} == {"out"} and choices.placement.gain(site) >= 1
     bounded = sizes.qk_norm != "none" or getattr(getattr(choices.attention, "func", None), "bounded", False)
-    full_size = choices.init.matrix(sizes.dim, sizes.dim) * sqrt(sizes.dim) > 0.5
+    std = choices.init.matrix(sizes.dim, sizes.dim) * choices.scaling.matrix(sizes, choices.init)
+    full_size = std * sqrt(sizes.dim) > 0.5
     if reads_bare and not bounded and full_size and depth >= 24:
         yield (
             f"placement={names['placement']} with model.qk_norm=none and init={names['init']} starts with a gradient "
@@ -123,3 +125,17 @@ def _lost_gain(choices: Choices, names: dict[str, str], depth: int) -> Iterator[
                 f"linear={names.get('linear', '')} undoes: use linear=plain, or a residual method without such gains, as standard"
             )
             return
+
+
+def _depth_twice(choices: Choices, names: dict[str, str], depth: int) -> Iterator[str]:
+    """A scaling that shrinks the branches with the depth, and a residual method whose constants are the depth's too."""
+
+    def constants(of: int) -> tuple[object, ...]:
+        residual = choices.residual(Site("attention", 1, of), 1)
+        return number(residual.alpha), number(residual.s), number(residual.beta), dict(residual.gains)
+
+    if choices.scaling.branch(Site("attention", 1, depth)) != 1 and constants(depth) != constants(2 * depth):
+        yield (
+            f"scaling={names['scaling']} with residual={names['residual']} at model.depth={depth}: both follow the depth, so "
+            "that the branches shrink twice: use residual=standard, or scaling=mup"
+        )

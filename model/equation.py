@@ -99,13 +99,13 @@ def _layer(layer: int, choices: Choices, depth: int, has_norm: bool) -> str:
     return f"{first} then {_branch(ffn, choices, stream.after(attention), 'M', has_norm)}"
 
 
-def equation(choices: Choices, depth: int, *, has_norm: bool = True, cap: float = 0.0) -> str:
+def equation(choices: Choices, depth: int, *, has_norm: bool = True, cap: float = 0.0, logits: float = 1.0) -> str:
     """The whole network in one line: embedding, branches (F is attention, then feed-forward), logits.
 
     Without a norm (`norm=none`) its places are empty. Layers that differ are told apart by their numbers:
     `layers 1-3: x <- N(x + F(x)); layers 4-12: ...`. A_N is attention with a norm on each head's q, k and v; A(x, v_1) one that
     reads the values of the first layer too; W N(F(x)) a branch with a norm before its last matrix W; r a ramp that follows the
-    steps; s a learnt number for each logit; `cap` that of the logits.
+    steps; s a learnt number for each logit; `cap` that of the logits; c the factor `logits` where it is not 1.
     """
     choices = replace(choices, stream=choices.stream.symbolic(Symbol))
     of_layer = [_layer(layer, choices, depth, has_norm) for layer in range(1, depth + 1)]
@@ -117,9 +117,9 @@ def equation(choices: Choices, depth: int, *, has_norm: bool = True, cap: float 
         parts.append(text if runs == [(1, depth)] else f"{_numbers(runs)}: {text}")
     outlet = choices.stream.outlet(depth, 1, lambda dim: Call("N") if has_norm else nn.Identity())
     read = outlet(_symbols(choices.stream.letters))
-    s = "" if choices.scaling.learnt(1, 1) == 1.0 else "s "
-    logits = f"{s}W N({read})" if "head" in ends else f"{s}W {_bracketed(read)}"
-    parts.append(f"logits = {cap:g} tanh({logits} / {cap:g})" if cap else f"logits = {logits}")
+    c = ("" if logits == 1 else "c ") + ("" if choices.scaling.learnt(1, 1) == 1.0 else "s ")
+    out = f"{c}W N({read})" if "head" in ends else f"{c}W {_bracketed(read)}"
+    parts.append(f"logits = {cap:g} tanh({out} / {cap:g})" if cap else f"logits = {out}")
     return ";  ".join(parts)
 
 

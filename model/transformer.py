@@ -119,7 +119,7 @@ class Transformer(nn.Module):
         position = choices.position(dim, sizes.head_dim, sizes.context)
         first = choices.residual(Site("attention", 1, sizes.depth), dim)
         rms = init.embedding(1 + position.terms) * first.gains.get("embedding", 1.0)
-        head_std = init.head(dim) * first.gains.get("head", 1.0)
+        head_std = init.head(dim) * choices.scaling.head(sizes, init) * first.gains.get("head", 1.0)
         if sizes.tied and head_std == 0:
             raise ValueError(
                 "residual starts the head at 0, and model.tied=true the embedding with it: use model.tied=false"
@@ -148,7 +148,7 @@ class Transformer(nn.Module):
             draw_(self.head.weight, head_std, seed=seed, name="head.weight")
         for name, parameter in position.named_parameters():
             draw_(parameter, rms, seed=seed, name=f"position.{name}", centred=features)
-        initialise_(self.blocks.named_modules(), init, seed, choices.scaling.matrix(sizes))
+        initialise_(self.blocks.named_modules(), init, seed, choices.scaling.matrix(sizes, init))
         self._unit_rows = [token, output] if unit else []
         self._hold_rows()
 

@@ -165,11 +165,13 @@ def _joins(choices: Choices, sizes: Sizes, sites: Sequence[Site], residuals: Seq
         elif "out" in at:
             joins.append(Join(alpha, (beta * gain) ** 2, (beta * gain) ** 2))
         elif "in" in at and not sizes.dropout and branch == "attention":
-            carry, write = (_square(choices, residual, role, sizes.dim, sizes.dim) for role in ("carry", "write"))
+            carry, write = (
+                _square(choices, sizes, residual, role, sizes.dim, sizes.dim) for role in ("carry", "write")
+            )
             joins.append(Join(alpha, 0.0, beta**2 * s**2 * carry * write * _kept(choices, sizes)))
         elif "in" in at and not sizes.dropout and isinstance(ffn, MLP):
-            up = s**2 * _square(choices, residual, "carry", sizes.dim, ffn.up.out_features)
-            down = _square(choices, residual, "write", ffn.down.in_features, sizes.dim) * _kept(choices, sizes)
+            up = s**2 * _square(choices, sizes, residual, "carry", sizes.dim, ffn.up.out_features)
+            down = _square(choices, sizes, residual, "write", ffn.down.in_features, sizes.dim) * _kept(choices, sizes)
             adds = beta**2 * ffn_mean_square(ffn.act, up, down)
             joins.append(Join(alpha, adds, adds))
         else:
@@ -186,14 +188,16 @@ def _ffn(choices: Choices, sizes: Sizes) -> nn.Module:
     return choices.ffn(setting(choices, sizes, Site("ffn", 1, sizes.depth), NoPosition(1, 1, 1)))
 
 
-def _square(choices: Choices, residual: Residual, role: str, fan_in: int, fan_out: int) -> float:
+def _square(choices: Choices, sizes: Sizes, residual: Residual, role: str, fan_in: int, fan_out: int) -> float:
     """fan_in std^2: what the matrix multiplies a mean square by."""
-    return fan_in * (residual.gains.get(role, 1.0) * choices.init.matrix(fan_in, fan_out)) ** 2
+    factor = residual.gains.get(role, 1.0) * choices.scaling.matrix(sizes, choices.init)
+    return fan_in * (factor * choices.init.matrix(fan_in, fan_out)) ** 2
 
 
 def _gains(choices: Choices, sizes: Sizes, residuals: Sequence[Residual]) -> tuple[Array, Array, Array]:
     """(alpha, v, w) by branch, the gains against Xavier's std, which all matrices of a branch share at square shape."""
     base = choices.init.matrix(sizes.dim, sizes.dim) / Xavier().matrix(sizes.dim, sizes.dim)
+    base *= choices.scaling.matrix(sizes, choices.init)
     alpha = np.array([number(residual.alpha) / (number(residual.beta) or np.nan) for residual in residuals])
     v, w = (np.array([base * r.gains.get(role, 1.0) for r in residuals]) for role in ("carry", "write"))
     return alpha, v, w

@@ -15,6 +15,7 @@ from model.equation import equation
 from model.init import std_of
 from model.linear import Linear
 from model.norm import Norm
+from model.site import Site
 from model.stream import Single
 from model.transformer import Choices, Transformer
 from training import device as machine
@@ -57,7 +58,7 @@ def describe(
 ) -> tuple[str, dict[str, Any]]:
     """(The lines that a run prints when it starts, the facts that its summary repeats.)"""
     has_norm = any(isinstance(module, Norm) for module in model.modules())
-    line = equation(choices, model.depth, has_norm=has_norm, cap=model.sizes.logit_cap)
+    line = equation(choices, model.depth, has_norm=has_norm, cap=model.sizes.logit_cap, logits=model.head.scale)
     name = plain["name"] or f"{axes['norm']} {axes['placement']} {axes['residual']}"
     facts = {
         "name": name,
@@ -77,6 +78,7 @@ def describe(
         "constants": _coefficients(model)
         + (f"  eps = {plain['norm']['eps']:g}" if has_norm and "eps" in plain["norm"] else ""),
         "initial std": _stds(model, choices),
+        **_scaling(model, choices),
         "model": f"{size:,} parameters, depth {model.depth}, width {model.dim}, context {model.context}",
         "data": f"{tokens.name}, hash {tokens.hash}, vocabulary {tokens.vocab}, "
         f"unigram entropy {tokens.unigram_entropy:.4f} nats{floor}",
@@ -141,13 +143,35 @@ def _is_learnt(value: Coefficient) -> bool:
 
 
 def _stds(model: Transformer, choices: Choices) -> str:
-    factor, stds = choices.scaling.matrix(model.sizes), dict[str, list[float]]()
+    factor, stds = choices.scaling.matrix(model.sizes, choices.init), dict[str, list[float]]()
     for name, module in model.blocks.named_modules():
         if isinstance(module, Linear):
             stds.setdefault(f"{name.rpartition('.')[2]} ({module.role})", []).append(
                 std_of(module, choices.init, factor)
             )
     return "  ".join(f"{name} {_span(values)}" for name, values in stds.items())
+
+
+def _scaling(model: Transformer, choices: Choices) -> dict[str, str]:
+    """The factors of a scaling, as rows; none for none."""
+    scaling, sizes = model.scaling, model.sizes
+    if not scaling.paced:
+        return {}
+    on = {
+        "branches": scaling.branch(Site("attention", 1, sizes.depth)),
+        "scores": scaling.scores(sizes),
+        "logits (c)": scaling.logits(sizes),
+        "std of matrices": scaling.matrix(sizes, choices.init),
+        "of the head": scaling.head(sizes, choices.init),
+    }
+    paces = {
+        "matrices": scaling.pace("matrix", True, sizes),
+        "rest of the blocks": scaling.pace("norm", True, sizes),
+        "ends": scaling.pace("embedding", False, sizes),
+    }
+    factors = "  ".join(f"{name} x {factor:.4g}" for name, factor in on.items())
+    rates = "  ".join(f"{name} x {p.lr:.4g}, {p.decay:.4g}, {p.eps:.4g}" for name, p in paces.items())
+    return {"scaling": factors, "lr, decay, eps": rates}
 
 
 def _span(values: list[float]) -> str:

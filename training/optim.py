@@ -36,7 +36,7 @@ def adamw(
     """
     from torch.optim import AdamW
 
-    listed = groups(model, weight_decay=weight_decay, norm_decay=norm_decay, update=update)
+    listed = groups(model, weight_decay=weight_decay, norm_decay=norm_decay, update=update, lr=lr, eps=eps)
     return AdamW(listed, lr=lr, betas=(betas[0], betas[1]), eps=eps, fused=True)
 
 
@@ -128,7 +128,15 @@ def muon(
     )
 
 
-def groups(model: "Transformer", *, weight_decay: float, norm_decay: float, update: Update) -> list[dict[str, Any]]:
+def groups(
+    model: "Transformer",
+    *,
+    weight_decay: float,
+    norm_decay: float,
+    update: Update,
+    lr: float | None = None,
+    eps: float | None = None,
+) -> list[dict[str, Any]]:
     """torch's parameter groups: what is updated, and its decay lambda.
 
     lambda is `weight_decay` for matrices, `norm_decay` for norm gains, and 0 for biases, embeddings (a tied matrix is
@@ -137,13 +145,27 @@ def groups(model: "Transformer", *, weight_decay: float, norm_decay: float, upda
     `update=blocks` leaves out all but the matrices of the blocks: embeddings, head, gains, biases and coefficients stay
     where they start, while their gradients are measured and clipped as ever. The theory of the model update moves these
     matrices alone: Wang et al. 2022 (DeepNet), arXiv 2203.00555, section 4.
+
+    A scaling parts each of these by whether it is inside a block, and gives lambda, `lr` and `eps` its factors. They are
+    Adam's: an optimizer that has none of its own names no lr, and ValueError says that the two do not go together.
     """
     from model.inventory import inventory
 
+    scaling = model.scaling
+    if scaling.paced and (lr is None or eps is None):
+        raise ValueError(
+            "scaling: its factors on lr, decay and eps are those of AdamW: use optimizer=adamw, or scaling=none"
+        )
     decay = {"matrix": weight_decay, "norm": norm_decay, "other": 0.0}
     # a group each even where two decay alike, so that a resume with another decay finds the same groups
-    found: dict[str, list[Parameter]] = defaultdict(list)
+    found: dict[tuple[str, bool], list[Parameter]] = defaultdict(list)
     for entry in inventory(model):
         if update == "all" or (entry.layer and entry.kind == "matrix"):
-            found[entry.kind if entry.kind in decay else "other"].append(entry.parameter)
-    return [{"params": parameters, "weight_decay": decay[kind]} for kind, parameters in found.items()]
+            name = entry.kind if entry.kind in decay else "other"
+            found[name, scaling.paced and entry.layer > 0].append(entry.parameter)
+    listed = []
+    for (kind, inside), parameters in found.items():
+        pace = scaling.pace(kind, inside, model.sizes)
+        own = {"lr": (lr, pace.lr), "weight_decay": (decay[kind], pace.decay), "eps": (eps, pace.eps)}
+        listed.append({"params": parameters} | {k: v * factor for k, (v, factor) in own.items() if v is not None})
+    return listed

@@ -93,8 +93,9 @@ class Task(pl.LightningModule):
         optimizer.found_inf = (~finite).to(torch.float32)  # the fused kernel then leaves weights and moments alone
         kept = self._clip_by(self._gradients, norms, total, self.clip) if self.clip else torch.ones_like(total)
         self._agree_on_scores(finite)
-        lr = optimizer.param_groups[0]["lr"]
-        self.recorder.step(self.trainer.global_step + 1, lr, loss, norms, total, kept, asked)
+        step = self.trainer.global_step + 1
+        lr = optimizer.defaults["lr"] * self._schedule.factor(step, self.steps)  # that of a parameter whose pace is 1
+        self.recorder.step(step, lr, loss, norms, total, kept, asked)
         self._loss = None
         if self.recorder.reason:
             self.trainer.should_stop = True
