@@ -24,6 +24,7 @@ class FSDP:
 def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module") -> None:
     """ValueError, one line, for what the devices of a checked config cannot share; `network` is of its choices."""
     from data.windows import rows
+    from model.coefficient import Ramped
 
     devices, sharded = plain["devices"] * plain["num_nodes"], plain["trainer"]["_target_"].endswith(".FSDP")
     if sharded and devices == 1:
@@ -46,6 +47,8 @@ def check_sharing(plain: dict[str, Any], axes: dict[str, str], network: "Module"
             f"trainer.cuda_graphs=true records the work of one device, and devices={devices}: leave one out"
         )
     statistics = network.state_dict().keys() - dict(network.named_parameters(remove_duplicate=False)).keys()
+    # of the steps alone, so that it is the same on all
+    statistics -= {f"{name}.value" for name, module in network.named_modules() if isinstance(module, Ramped)}
     if devices > 1 and statistics:
         raise ValueError(
             f"norm={axes['norm']} with devices={devices}: its running statistics ({min(statistics)}) would be of one "
