@@ -165,7 +165,7 @@ class Transformer(nn.Module):
         if not self._profiled:
             return
         tokens, training = windows[: max(1, PROFILED // self.context), :-1], self.training
-        streams = [module.stream for module in self.blocks.modules() if isinstance(module, Branch)]
+        streams = [branch.stream for _, branch in _sites(self.blocks)]
         with eagerly(self.eval()):
             profile_(self.embed, streams, lambda: self.features(tokens))
         self.train(training)
@@ -207,15 +207,17 @@ class Transformer(nn.Module):
             rows.copy_(F.normalize(rows, dim=1))
 
 
-def _ramped(blocks: nn.ModuleList) -> Iterator[tuple[Site, Ramped]]:
+def _sites(blocks: nn.ModuleList) -> Iterator[tuple[Site, Branch]]:
     for layer, block in enumerate(blocks, start=1):
         assert isinstance(block, Block)
-        for site, branch in (
-            (Site("attention", layer, len(blocks)), block.attention),
-            (Site("ffn", layer, len(blocks)), block.ffn),
-        ):
-            if isinstance(branch.stream.ramp, Ramped):
-                yield site, branch.stream.ramp
+        yield Site("attention", layer, len(blocks)), block.attention
+        yield Site("ffn", layer, len(blocks)), block.ffn
+
+
+def _ramped(blocks: nn.ModuleList) -> Iterator[tuple[Site, Ramped]]:
+    for site, branch in _sites(blocks):
+        if isinstance(branch.stream.ramp, Ramped):
+            yield site, branch.stream.ramp
 
 
 def setting(choices: Choices, sizes: Sizes, site: Site, position: NoPosition) -> Setting:

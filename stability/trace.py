@@ -177,9 +177,9 @@ def _hooked(model: Transformer, seen: _Seen, device: str) -> Iterator[None]:
                 branch = block.get_submodule(name)
                 assert isinstance(branch, Branch)
                 stream, ms = branch.stream, partial(_mean_square, seen, layer)
-                skip = partial(ms, f"{name}_skip_rms", stream, "alpha")
+                skip = partial(ms, f"{name}_skip_rms", stream.alpha)
                 after(stream.norm_both, partial(_of_state, tensors, skip))
-                after(stream.norm_out, partial(ms, f"{name}_rms", stream, "beta"))
+                after(stream.norm_out, partial(ms, f"{name}_rms", stream.beta))
                 if isinstance(branch.function, Attention):
                     _on_attention(branch.function, partial(_attention, seen, layer, branch.function), after)
         yield
@@ -201,10 +201,9 @@ def _stream(seen: _Seen, place: int, tensors: Callable[[Any], tuple[Tensor, ...]
         x.register_hook(reduce)  # type: ignore[no-untyped-call]
 
 
-def _mean_square(seen: _Seen, layer: int, name: str, stream: nn.Module, letter: str, *state: Tensor) -> None:
-    """Of a tensor times the stream's coefficient, as it is in the pass: of a sharded one a part is there before."""
+def _mean_square(seen: _Seen, layer: int, name: str, coefficient: Any, *state: Tensor) -> None:
     for x in state:
-        seen.mean(name, layer, mean_square(times(getattr(stream, letter), x)) / len(state))
+        seen.mean(name, layer, mean_square(times(coefficient, x)) / len(state))
 
 
 def _on_attention(

@@ -17,6 +17,7 @@ from stability.theory import predict
 from stability.trace import trace
 from tests.conftest import network, plain
 from tests.reference import agree
+from training.strategy import check_sharing
 
 RAMPS = [name for name in choices("ramp") if name != "none"]
 T, N = 5, 3
@@ -182,3 +183,11 @@ def test_a_run_that_is_resumed_in_mid_ramp_goes_on_exactly(run):
     model, _ = load(summary["directory"], "last")
     values = [branch.stream.ramp.value.item() for block in model.blocks for branch in (block.attention, block.ffn)]
     assert values == [1.0, 1.0, 0.75, 0.75]
+
+
+def test_devices_may_share_a_ramp():
+    """Its buffer follows the steps, which are the same on all: no statistics of one device's share."""
+    settings = plain("ramp=prores", "devices=2")
+    check_sharing(settings, {"norm": "rmsnorm"}, network("ramp=prores"))
+    with pytest.raises(ValueError, match="running statistics"):
+        check_sharing(settings, {"norm": "batchnorm"}, network("ramp=prores", "norm=batchnorm"))
