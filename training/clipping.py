@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 
-from model.inventory import Entry
 from stability.gradients import GradientNorms
 
 Clip = Callable[[GradientNorms, Tensor, Tensor, float], Tensor]
@@ -26,7 +25,8 @@ def by_norm(gradients: GradientNorms, norms: Tensor, total: Tensor, bound: float
 def by_layer(gradients: GradientNorms, norms: Tensor, total: Tensor, bound: float) -> Tensor:
     """g_l <- g_l min(1, c / ||g_l||), g_l the gradient of one block, of the embeddings or of the head. Its direction stays in
     each layer, while their shares change."""
-    layers = [list(layer) for _, layer in groupby(gradients.entries, key=_layer)]
+    # the inventory's order: embeddings (0), blocks, head (0)
+    layers = [list(layer) for _, layer in groupby(gradients.entries, key=lambda entry: entry.layer)]
     found = torch._foreach_norm(torch.split(norms, [len(layer) for layer in layers]))
     for layer, norm in zip(layers, found, strict=True):
         clip_grads_with_norm_([entry.parameter for entry in layer], bound, norm)
@@ -42,11 +42,6 @@ def by_value(gradients: GradientNorms, norms: Tensor, total: Tensor, bound: floa
 
 
 CLIPS: dict[str, Clip] = {"norm": by_norm, "layer": by_layer, "value": by_value}
-
-
-def _layer(entry: Entry) -> tuple[int, str]:
-    """What is clipped as one, in the order of the inventory: embeddings, blocks, head."""
-    return entry.layer, "" if entry.layer else entry.part
 
 
 def _share(before: Tensor, after: Tensor) -> Tensor:
