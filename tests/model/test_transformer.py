@@ -55,9 +55,12 @@ def test_every_cell_that_is_allowed_trains(norm: str, placement: str, residual: 
         # exp(r) is 1e-6 at the start, so its gradient can be as small as float32 shows; it is not required to be more
         assert parameter.grad.abs().max() > 0 or name.endswith("log_eps"), name
     total = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    step = min(
+        1e-4, 0.01 / total
+    )  # partial_rmsnorm, of 1 feature of 16 here, has gradients of 10^3 and more, and curves as much
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 1e-4 * parameter.grad / total
+            parameter -= step * parameter.grad / total
     assert loss() < before
 
 
