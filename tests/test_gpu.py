@@ -15,7 +15,7 @@ from tests.conftest import network
 from training import device as machine
 from training.flops import peak_flops
 from training.graphs import recorded
-from training.optim import adamw, sgd
+from training.optim import adamw, muon, sgd, stable_adamw
 from training.task import Task
 
 pytestmark = [
@@ -62,7 +62,7 @@ def test_gpu_norms_equal_the_cpu_and_are_dispatched_to_fused_kernels(norm: str, 
 
 
 @pytest.mark.case("G13")
-@pytest.mark.parametrize("make", [adamw, partial(sgd, momentum=0.9)])
+@pytest.mark.parametrize("make", [adamw, partial(sgd, momentum=0.9), stable_adamw, muon])
 def test_gpu_skips_a_step_that_is_not_finite_on_the_device(make):
     model = network().cuda()
     optimizer = make(model, lr=0.1)
@@ -99,7 +99,16 @@ def test_gpu_the_peak_of_memory_is_that_of_a_run_without_probes(run):
 @pytest.mark.case("W07")
 @pytest.mark.parametrize(
     "words",
-    [[], ["accumulate=2", "workers=1"], ["trainer.cuda_graphs=true"], ["trainer.cuda_graphs=true", "accumulate=2"]],
+    [
+        [],
+        ["accumulate=2", "workers=1"],
+        ["trainer.cuda_graphs=true"],
+        ["trainer.cuda_graphs=true", "accumulate=2"],
+        ["optimizer=stable_adamw"],
+        ["optimizer=muon"],
+        ["linear=sigma_reparam"],
+        ["recipe=ngpt"],
+    ],
     ids=" ".join,
 )
 def test_gpu_a_step_does_not_synchronise(run, monkeypatch, words: list[str]):

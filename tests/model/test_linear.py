@@ -19,6 +19,7 @@ from tests.model.test_reference import pre
 from tests.reference import Reference, agree, stds
 from tests.training.test_resume import broken_off, go_on
 from training.optim import adamw
+from training.strategy import check_sharing
 
 WINDOWS = torch.arange(36).reshape(4, 9) % 11
 
@@ -39,7 +40,7 @@ def reparametrised(r: Reference, tokens: Tensor) -> Tensor:
     return pre(r, tokens)
 
 
-@pytest.mark.parametrize("words", [[], ["linear.gamma=null"], ["model.bias=true"]])
+@pytest.mark.parametrize("words", [[], ["linear.gamma=null", "model.bias=true"]])
 def test_sigma_reparam_equals_its_equations(words: list[str]):
     model = agree(["linear=sigma_reparam", *words], reparametrised)
     assert sum(name.endswith(".gamma") for name, _ in model.named_parameters()) == 3 * 6
@@ -108,10 +109,10 @@ def test_a_forward_pass_changes_nothing(kind: str):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["sigma_reparam", "unit"])
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_blocks_compile_as_one_graph(kind: str):
-    model, counter = network(f"linear={kind}", "model.depth=4"), CompileCounterWithBackend("eager")
+def test_blocks_compile_as_one_graph():
+    model, counter = network("linear=sigma_reparam", "model.depth=4"), CompileCounterWithBackend("eager")
     compiled, x = torch.compile(through, backend=counter, fullgraph=True), torch.randn(1, 8, 16)
     for group in (model.blocks[:2], model.blocks[2:]):
         torch.testing.assert_close(compiled(group, x), through(group, x), rtol=1e-5, atol=1e-5)
@@ -126,6 +127,12 @@ def test_its_norm_is_taken_in_float32_under_autocast():
     wide, narrow = linear.sigma(), linear.weight.bfloat16() @ linear.v.bfloat16() @ linear.u.bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(linear.sigma(), wide) and narrow.item() != wide.item()
+
+
+def test_devices_share_it_since_its_vectors_follow_the_weights_alone():
+    """No running statistics of a device's own windows, which are refused."""
+    words = ["linear=sigma_reparam", "devices=2"]
+    check_sharing(plain(*words), {"linear": "sigma_reparam", "norm": "rmsnorm"}, network(*words))
 
 
 def test_gammas_are_coefficients_and_do_not_decay():
@@ -160,6 +167,7 @@ def test_what_cannot_be_is_said_in_one_line():
         linear.drawn()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sigma_reparam", "unit"])
 def test_a_resumed_run_is_the_unbroken_one(run, monkeypatch, kind: str):
     """What is kept beside the weights is in the checkpoint."""

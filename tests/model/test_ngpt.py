@@ -165,6 +165,7 @@ def test_the_stream_stays_on_the_sphere_and_a_probe_sees_it():
             assert x.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_groups_are_computed_again_and_compiled_as_one_graph():
     model, counter = network(*RECIPE, "model.depth=4"), CompileCounterWithBackend("eager")
     found = []

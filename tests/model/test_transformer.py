@@ -75,9 +75,12 @@ def test_every_cell_that_is_allowed_trains(norm: str, placement: str, residual: 
         open_ = name not in silent and not shut
         assert (parameter.grad.abs().max() > 0) == open_ or name.endswith("log_eps"), name
     total = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
+    step = min(
+        1e-4, 0.01 / total
+    )  # partial_rmsnorm, of 1 feature of 16 here, has gradients of 10^3 and more, and curves as much
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter -= 1e-4 * parameter.grad / total
+            parameter -= step * parameter.grad / total
     assert loss() < before
 
 

@@ -397,6 +397,8 @@ REFUSED = {
     "devices=2 trainer=fsdp optimizer=sgd": "optimizer=sgd with trainer=fsdp",
     "devices=2 trainer=fsdp optimizer=muon": "optimizer=muon with trainer=fsdp: it makes whole matrices orthogonal",
     "devices=2 trainer=fsdp optimizer=stable_adamw": "optimizer=stable_adamw with trainer=fsdp",
+    "devices=2 trainer=fsdp linear=unit": "linear=unit with trainer=fsdp: its rule is of a whole matrix",
+    "devices=2 trainer=fsdp linear=sigma_reparam": "linear=sigma_reparam with trainer=fsdp",
     "devices=2 batch=7": "batch=7: needs a multiple of accumulate * devices = 1 * 2",
     "devices=2 norm=batchnorm allow_unstable=true": "norm=batchnorm with devices=2",
     "trainer=fsdp": "trainer=fsdp parts a network among devices, and devices=1",

@@ -214,6 +214,7 @@ def test_a_run_that_was_interrupted_goes_on_as_unbroken(run, monkeypatch, words:
     assert resumed == unbroken
 
 
+@pytest.mark.slow
 def test_muons_groups_keep_their_rates_in_a_resume_with_others(run, monkeypatch):
     """By force: each group has its own of the new config, and no one number for all."""
     from training import run as run_module
