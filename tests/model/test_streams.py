@@ -222,6 +222,32 @@ def test_hyper_connections_start_as_the_pre_norm_network(kind: str, streams: int
 
 
 @pytest.mark.parametrize("kind", ["hyper", "hyper_static", "mhc"])
+def test_each_branch_starts_by_reading_a_stream_of_its_own(kind: str):
+    """Branch k, counted from 0, the stream k mod n: alone, or under mHC by 1/2 more than each other's 1/(2n)."""
+    model = network(f"stream={kind}", "stream.streams=3", "model.depth=2")
+    H = torch.randn(3, 2, 8, 16)
+    for k, branch in enumerate(branch for block in model.blocks for branch in (block.attention, block.ffn)):
+        read, mixed, written = branch.stream.weights.connect(H)
+        home, share = torch.eye(3)[k % 3], (1, 0) if kind != "mhc" else (1 / 2, 1 / 6)
+        torch.testing.assert_close(read.mean((1, 2)), share[0] * home + share[1])
+        torch.testing.assert_close(mixed.mean((2, 3)), torch.eye(3), rtol=0, atol=1e-3)
+        torch.testing.assert_close(written.mean((1, 2)), torch.ones(3))
+
+
+@pytest.mark.parametrize("kind", ["hyper", "mhc"])
+def test_the_weights_of_streams_are_worked_in_float32(kind: str):
+    weights = network(f"stream={kind}").blocks[0].ffn.stream.weights
+    H = torch.randn(4, 2, 8, 16)
+    with torch.no_grad():
+        for parameter in weights.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mixed = weights.connect(H)
+    for one, other in zip(mixed, weights.connect(H), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["hyper", "hyper_static", "mhc"])
 def test_streams_part_from_the_first_step_on(kind: str):
     """They start alike: were they read alike too, their gradients would be one, and so they would stay."""
     model = network(f"stream={kind}")
@@ -331,7 +357,8 @@ def test_what_a_probe_sees(kind: str):
     state = model.stream.enter(model.embed(windows[:, :-1]))
     for layer, block in enumerate(model.blocks, start=1):
         state = block(state)
-        parts = model.stream.tensors(state)
+        parts = state if isinstance(state, tuple) else list(state) if state.ndim == 4 else [state]
+        parts = parts[-1:] if kind == "attention_residuals" else parts  # the newest
         rms = math.sqrt(sum(part.square().mean().item() for part in parts) / len(parts))
         assert found.stream_rms[layer] == pytest.approx(rms, rel=1e-12)
         held = [state] if isinstance(state, Tensor) else parts
