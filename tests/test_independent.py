@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from torch import Tensor
 
-from tests.conftest import network
+from tests.conftest import network, plain
 
 VOCAB, DIM, HEADS, DEPTH, TIME, HIDDEN = 23, 32, 4, 3, 12, 64
 SIZES = {"vocab_size": VOCAB, "hidden_size": DIM, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS}
@@ -67,21 +68,22 @@ PRE = {"attention.stream.norm_in": "input_layernorm", "ffn.stream.norm_in": "pos
 OUT = {"attention.stream.norm_out": "post_attention_layernorm", "ffn.stream.norm_out": "post_feedforward_layernorm"}
 GEMMA = OUT | {"attention.stream.norm_in": "input_layernorm", "ffn.stream.norm_in": "pre_feedforward_layernorm"}
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
+BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0}}
 BOTH = {"full_attention": ROPE["rope_parameters"], "sliding_attention": ROPE["rope_parameters"]}
 EPS = {"rms_norm_eps": 1e-6}
-LLAMA = ["placement=pre", "norm=rmsnorm", "ffn=swiglu", "model.kv_heads=2"]
+GROUPED = "model.kv_heads=2"
 
 
 @pytest.mark.parametrize(
     "kind, more, words, names",
     [
-        ("Llama", {"num_key_value_heads": 2, **ROPE}, LLAMA, of_llama_kind(PRE)),
-        ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8, **ROPE}, [*LLAMA, "model.qk_norm=head"], of_llama_kind(PRE, "head_norm")),
-        ("Olmo2", {"num_key_value_heads": 2, **ROPE}, ["placement=out", *LLAMA[1:], "model.qk_norm=full"], of_llama_kind(OUT, "full_norm")),
+        ("Llama", {"num_key_value_heads": 2, **ROPE}, ["recipe=llama", GROUPED], of_llama_kind(PRE)),
+        ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8, **ROPE}, ["recipe=llama", GROUPED, "model.qk_norm=head"], of_llama_kind(PRE, "head_norm")),
+        ("Olmo2", {"num_key_value_heads": 2, **BASE}, ["recipe=olmo2", GROUPED], of_llama_kind(OUT, "full_norm")),
         (
             "Gemma3",
             {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": ["full_attention"] * DEPTH, "rope_parameters": BOTH},
-            ["placement=sandwich", "norm=zero_rmsnorm", "ffn=geglu", "model.kv_heads=2", "model.qk_norm=head", "model.tied=true"],
+            ["recipe=gemma3", GROUPED],
             of_llama_kind(GEMMA, "head_norm"),
         ),
     ],
@@ -99,9 +101,8 @@ def test_gpt2():
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": VOCAB, "n_embd": DIM, "n_layer": DEPTH, "n_head": HEADS, "n_positions": TIME}
     dropped = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    there = spread(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropped, layer_norm_epsilon=1e-6)))
-    words = ["norm=layernorm", "placement=pre", "position=learned", "model.tied=true", "model.bias=true", "init=normal"]
-    model = network(*OURS, *words, "ffn.activation=gelu_tanh", "ffn.ratio=4", vocab=VOCAB)
+    there = spread(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropped, layer_norm_epsilon=1e-5)))
+    model = network(*OURS, "recipe=gpt2", "ffn.ratio=4", vocab=VOCAB)
     theirs = {}
     for name, tensor in there.state_dict().items():
         # theirs is x W, and q, k and v are one matrix
@@ -136,6 +137,7 @@ ALPHA = (2 * DEPTH) ** 0.25
         ({"use_rmsnorm": True, "pre_norm": False}, ["placement=post"]),
         ({"use_rmsnorm": True, "sandwich_norm": True}, ["placement=sandwich"]),
         ({"use_rmsnorm": True, "pre_norm": False, "scale_residual_constant": ALPHA}, ["placement=post", "residual=deepnorm"]),
+        ({"use_rmsnorm": True, "pre_and_post_norm": True, "scale_residual_constant": 2 * DEPTH}, ["placement=keel", "residual=keel"]),
     ],
 )  # fmt: skip
 def test_placements_of_x_transformers(theirs: dict[str, Any], words: list[str]):
@@ -154,3 +156,51 @@ def test_placements_of_x_transformers(theirs: dict[str, Any], words: list[str]):
                 f"{branch}.0.{PLACES[part[4]]}.g" if part[3] == "stream" else f"{branch}.1.{INNER[part[4]]}.weight"
             )
     compare(model, there.state_dict(), ours, lambda tokens: SimpleNamespace(logits=there(tokens)))
+
+
+# our name of a parameter -> theirs
+X = {"gain": "gamma", "bias": "beta"}
+NORMS = {  # theirs, what ours is chosen by, and how ours is got from what theirs holds
+    "llama.modeling_llama.LlamaRMSNorm": (["norm=rmsnorm", "norm.cast=before_gain"], {"gain": "weight"}),
+    "olmo2.modeling_olmo2.Olmo2RMSNorm": (["norm=rmsnorm"], {"gain": "weight"}),
+    "qwen3.modeling_qwen3.Qwen3RMSNorm": (["norm=rmsnorm", "norm.cast=before_gain"], {"gain": "weight"}),
+    "gemma3.modeling_gemma3.Gemma3RMSNorm": (["norm=zero_rmsnorm"], {"weight": "weight"}),
+    "qwen3_5.modeling_qwen3_5.Qwen3_5RMSNorm": (["norm=zero_rmsnorm"], {"weight": "weight"}),
+    "olmo.modeling_olmo.OlmoLayerNorm": (["norm=simple_layernorm", "norm.eps=1e-5"], {}),
+    "RMSNorm": (["norm=rmsnorm", "norm.eps=0"], {"gain": "g"}),
+    "LayerNorm": (["norm=layernorm_no_bias", "norm.eps=1e-5"], {"gain": "gamma"}),
+    "SimpleRMSNorm": (["norm=simple_rmsnorm", "norm.eps=0"], {}),
+    "DynamicTanh": (["norm=dyt"], {**X, "alpha": "pre_tanh_scale"}),
+    "Derf": (["norm=derf"], {**X, "alpha": "alpha", "shift": "s"}),
+}
+
+
+# x-transformers normalises in the dtype that it is given
+@pytest.mark.parametrize(
+    "theirs, dtype",
+    [(name, torch.float32) for name in NORMS] + [(name, torch.bfloat16) for name in NORMS if "." in name],
+)
+def test_norms(theirs: str, dtype: torch.dtype):
+    """In float32 to 1e-6, a few roundings of numbers of order 1. In bfloat16 the cast before or after the gain decides the last
+    bit (2^-8): `transformers`' all but one entry in a thousand, since the sums of squares are taken in another order."""
+    words, names = NORMS[theirs]
+    package, _, kind = theirs.rpartition(".")
+    if package:
+        there = getattr(pytest.importorskip(f"transformers.models.{package}"), kind)(DIM)
+    else:
+        there = getattr(pytest.importorskip("x_transformers.x_transformers"), kind)(DIM)
+    torch.manual_seed(0)
+    ours = instantiate(plain(*words)["norm"])(DIM)
+    with torch.no_grad():
+        for parameter in there.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(dict(there.named_parameters())[names[name]])
+        x = (3 * torch.randn(64, DIM)).to(dtype)
+        there, ours = there.to(dtype), ours.to(dtype)
+        got, want = ours(x), there(x)
+    assert got.dtype == want.dtype == dtype
+    if dtype == torch.float32:
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    else:
+        assert (got != want).float().mean() <= 1e-3

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from torch import nn
 
 import train
@@ -21,9 +22,11 @@ FILES += [("recipe", name) for name in choices("recipe") if name != "none"]
 
 @pytest.mark.parametrize("axis, name", FILES)
 def test_the_first_line_of_the_file_is_its_equation(axis: str, name: str):
-    built = train.choices_of(plain(f"{axis}={name}"))
+    settings = plain(f"{axis}={name}")
+    built, sizes = train.choices_of(settings), instantiate(settings["model"])
     has_norm = not isinstance(built.norm(1), nn.Identity)
-    assert summary(axis, name).removesuffix("   (at depth 12)") == equation(built, depth=12, has_norm=has_norm)
+    line = equation(built, 12, has_norm=has_norm, cap=sizes.logit_cap, logits=built.scaling.logits(sizes))
+    assert summary(axis, name).removesuffix("   (at depth 12)") == line
 
 
 def test_without_a_norm_the_equation_shows_none():
