@@ -15,7 +15,7 @@ class DyT(Norm):
     alpha is the same at every place. The paper starts large language models with another a before attention (LLaMA 7B: 0.8)
     than elsewhere (0.2), smaller the wider they are, without b (released code), and multiplies their embeddings by a scalar
     that starts at sqrt(dim), since they are small; ours enter with RMS 1.
-    Source: Zhu et al. 2025, arXiv 2503.10622, eq. 1 and section 4.
+    Source: Zhu et al. 2025, arXiv 2503.10622, section 4.
     """
 
     bias: nn.Parameter | None
