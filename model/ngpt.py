@@ -13,11 +13,11 @@ from math import sqrt
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from model.attention import Attention
 from model.coefficient import Computed, Scaled
 from model.ffn import Activation, GatedMLP
-from model.length import L2Norm
 from model.residual import Residual
 from model.setting import Setting
 from model.site import Site
@@ -54,17 +54,19 @@ def interpolation(site: Site, dim: int, *, rate: float | None = 0.05) -> Residua
 
 class UnitHeads(nn.Module):
     """q -> s_qk nrm(R(q)), R the rotation: (batch, heads, time, head_dim) to the same. s_qk has a number for each of the
-    `groups` key-value heads and each of their features; query heads that share keys share it."""
+    `groups` key-value heads and each of their features; query heads that share keys share it. No `Norm`, since it is none of
+    the run's norm: it is there with norm=none too."""
 
     def __init__(self, rotate: Callable[[Tensor], Tensor], groups: int, head_dim: int, dim: int) -> None:
         super().__init__()
         self.rotate, self.groups, self.head_dim = rotate, groups, head_dim
-        self.norm = L2Norm(head_dim, eps=1e-12)
         self.s = learnt(groups * head_dim, 1.0, 1 / sqrt(dim))
 
     def forward(self, q: Tensor) -> Tensor:
         s: Tensor = self.s().view(self.groups, 1, self.head_dim).repeat_interleave(q.shape[1] // self.groups, 0)
-        return (s * self.norm(self.rotate(q))).to(q.dtype)
+        turned = self.rotate(q)
+        wide = turned if turned.dtype == torch.float64 else turned.float()
+        return (s * F.normalize(wide, dim=-1)).to(q.dtype)
 
 
 class NGPTAttention(Attention):

@@ -49,7 +49,7 @@ def attention(r: Reference, at: str, h: Tensor, d: int, d_h: int) -> Tensor:
     seen = torch.ones(h.shape[-2], h.shape[-2], dtype=torch.bool).tril()
     for head in range(r.heads):
         part, shared = (slice(n * d_h, (n + 1) * d_h) for n in (head, head * groups // r.heads))
-        one, other = s[shared] * nrm(q[..., part], 1e-12), s[shared] * nrm(k[..., shared], 1e-12)
+        one, other = s[shared] * nrm(q[..., part], 0.0), s[shared] * nrm(k[..., shared], 0.0)
         scores = math.sqrt(d_h) * one @ other.transpose(-1, -2)
         weights = torch.where(seen, scores.exp(), torch.zeros_like(scores))
         out.append(weights / weights.sum(-1, keepdim=True) @ v[..., shared])
