@@ -75,9 +75,9 @@ class AttentionResiduals(Single):
     """h_l = sum_{i<l} softmax_i(w_l . RMSNorm(v_i)) v_i over the embedding and the answers v_i of all earlier branches, for each
     branch l and for the head.
 
-    With 0 `blocks` v_i is the answer of one branch: all of them are kept, and 2N branches do arithmetic of order N^2, as does
-    one step's memory under model.checkpointing=groups. With B blocks (the paper: about 8) the N layers are parted into B
-    groups, as even as may be, and v_i is the sum of the answers in one; the group at work counts with what it has so far.
+    With 0 `blocks` v_i is the answer of one branch: all of them are kept, and 2N branches do work of order N^2, which at 1,000
+    layers is minutes a step on a CPU. With B blocks (the paper: about 8) the N layers are parted into B groups, as even as may
+    be, and v_i is the sum of the answers in one; the group at work counts with what it has so far.
     The released code gives each RMSNorm a gain. For placements without a norm after the sum, since there is no sum, and
     residual methods without an alpha, since there is no skip. The state grows with the depth, so that compile=true is refused.
     Source: Kimi Team 2026, arXiv 2603.15031, section 3; the released pseudocode for the blocks.
