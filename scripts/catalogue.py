@@ -2,31 +2,26 @@
 
 import argparse
 import json
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from hydra import compose, initialize_config_dir
 from joblib import Parallel, delayed
-from omegaconf import DictConfig
 
-import train
-from conf.help import CONF
-from scripts.probe import Checked
-from stability.probe import blocks
+from stability.records import block_norms
 from stability.whole import replace
 
-ROWS = Path(__file__).with_suffix(".yaml")
-DEPTHS = (12, 100, 1000)
-TRAINED = 100
+HERE = Path(__file__).parent
+DEPTHS, TRAINED = (12, 100, 1000), 100
 DESCRIPTION = """\
-Measure each method of scripts/catalogue.yaml at its initialisation at depth 12, 100 and 1,000, and train it for 60 steps at
-depth 100. Prints a table in Markdown. What is done is kept in --out and not done again, so that the command goes on where
-it was stopped.
+Measure each method of scripts/catalogue.yaml at its initialisation (scripts/probe.py, seed 0) at depth 12, 100 and 1,000, and
+train it for 60 steps at depth 100 (train.py). Prints a table in Markdown. What is done is kept in --out and not done again, so
+that the command goes on where it was stopped. All of it takes about two hours on two CPU cores (--jobs 2).
 """
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
 
@@ -39,108 +34,106 @@ class Row:
     source: str
     words: tuple[str, ...]
 
-
-def rows(path: Path = ROWS) -> list[Row]:
-    found = yaml.safe_load(path.read_text(encoding="utf-8"))["methods"]
-    return [Row(name, row["source"], tuple(row["words"])) for name, row in found.items()]
-
-
-def common(path: Path = ROWS) -> list[str]:
-    """The words that all have."""
-    words: list[str] = yaml.safe_load(path.read_text(encoding="utf-8"))["words"]
-    return words
+    @property
+    def folder(self) -> str:
+        return self.name.replace(" ", "_")
 
 
-def at_start(row: Row, depth: int, more: Sequence[str] = ()) -> dict[str, Any]:
-    """Stream and gradient at the initialisation, and the windows' loss: from one trace, seed 0."""
-    checked = Checked([*common(), f"model.depth={depth}", *row.words, *more])
-    seen = checked.trace(0)
-    block = blocks(seen)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        growth, ratio = seen.stream_rms[-1] / seen.stream_rms[0], block[-1] / block[0]
-    return {"growth": float(growth), "ratio": float(ratio), "loss": seen.loss}
+def listed() -> tuple[list[str], list[Row]]:
+    """(The words that all have, the methods.)"""
+    found = yaml.safe_load((HERE / "catalogue.yaml").read_text(encoding="utf-8"))
+    rows = [Row(name, row["source"], tuple(row["words"])) for name, row in found["methods"].items()]
+    return found["words"], rows
 
 
-def trained(row: Row, directory: Path, more: Sequence[str] = ()) -> dict[str, Any]:
-    """The summary of sixty steps."""
-    words = [*common(), f"model.depth={TRAINED}", "threads=1", "logger=none", "save_every=0", *row.words, *more]
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        cfg = compose("config", words, return_hydra_config=True)
-    chosen = dict(cfg.hydra.runtime.choices)
-    own = DictConfig({key: value for key, value in cfg._content.items() if key != "hydra"})
-    summary, _ = train.train(own, directory, chosen, words)
-    return {key: summary[key] for key in ("verdict", "final_loss", "first_loss", "unigram_entropy", "equation")}
+def measure(row: Row, words: Sequence[str], out: Path, depths: Sequence[int], trained: int) -> None:
+    """What of a row is not there yet: `probe.json`, and a run that is over. A command that refuses leaves `refused.txt`."""
+    place = out / row.folder
+    place.mkdir(parents=True, exist_ok=True)
+    alike = [*words, *row.words]
+    if not (place / "probe.json").is_file():
+        each = " vs ".join(f"model.depth={depth}" for depth in depths).split()
+        _run("probe.py", [*alike, "batch=4", ":", *each, "--seeds", "1", "--out", str(place)], place)
+    if not (place / "run" / "summary.json").is_file():
+        more = [f"model.depth={trained}", "threads=1", "logger=none", "save_every=0", f"hydra.run.dir={place / 'run'}"]
+        _run("../train.py", [*alike, *more], place)
 
 
-def jobs(found: Sequence[Row], out: Path, more: Sequence[str]) -> Iterator[tuple[Path, Any]]:
-    """(Where its answer is kept, what gives it) of all that is not there yet."""
-    for row in found:
-        name = row.name.replace("/", "-").replace(" ", "_")
-        asked = {f"start-{depth}": delayed(at_start)(row, depth, more) for depth in DEPTHS}
-        asked["trained"] = delayed(trained)(row, out / name / "run", more)
-        for what, job in asked.items():
-            if not (path := out / name / f"{what}.json").is_file():
-                yield path, job
+def _run(script: str, words: Sequence[str], place: Path) -> None:
+    ended = subprocess.run([sys.executable, str(HERE / script), *words], capture_output=True, text=True)
+    if ended.returncode not in (0, 3):  # 3: diverged, which is an answer
+        said = (ended.stderr or ended.stdout).strip().splitlines()
+        replace(place / "refused.txt", (said[-1] if said else f"exit code {ended.returncode}") + "\n")
 
 
-def _keep(path: Path, job: Any) -> None:
-    """Do one and write its answer; what is refused or goes wrong is an answer too."""
-    function, arguments, knobs = job
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        answer = function(*arguments, **knobs)
-    except (ValueError, RuntimeError) as error:
-        answer = {"refused": str(error).splitlines()[0]}
-    replace(path, json.dumps(answer) + "\n")
-
-
-def table(found: Sequence[Row], out: Path) -> str:
-    """In Markdown."""
-    spans = " | ".join(f"{what}, {depth:,}" for what in ("stream", "gradient") for depth in DEPTHS)
-    lines = [f"| method | words | {spans} | 60 steps |", "|---" * (2 + 2 * len(DEPTHS) + 1) + "|"]
-    for row in found:
-        name = row.name.replace("/", "-").replace(" ", "_")
-        answers = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (out / name).glob("*.json")}
-        starts = [answers.get(f"start-{depth}", {}) for depth in DEPTHS]
-        cells = [_number(start.get(key)) for key in ("growth", "ratio") for start in starts]
-        words = f"`{' '.join(row.words)}`"
-        lines.append(f"| {row.name}, {row.source} | {words} | {' | '.join(cells)} | {_ended(answers.get('trained', {}))} |")
+def table(rows: Sequence[Row], out: Path, depths: Sequence[int]) -> str:
+    """In Markdown. stream: its RMS after the last block over that of the embedding; gradient: of the last block over that of the
+    first; 60 steps: how far the loss ended below the unigram entropy."""
+    spans = " | ".join(f"{what}, {depth:,}" for what in ("stream", "gradient") for depth in depths)
+    lines = [f"| method | words | {spans} | 60 steps |", "|---" * (2 * len(depths) + 3) + "|"]
+    for row in rows:
+        place = out / row.folder
+        found = _read(place / "probe.json").get("configurations", [])
+        cells = [_number(_growth(one)) for one in found] + [_number(_ratio(one)) for one in found]
+        cells = cells or ["-"] * 2 * len(depths)
+        refused = (
+            (place / "refused.txt").read_text(encoding="utf-8").strip() if (place / "refused.txt").is_file() else "-"
+        )
+        ended = _ended(_read(place / "run" / "summary.json")) or refused
+        lines.append(f"| {row.name} ({row.source}) | `{' '.join(row.words)}` | {' | '.join(cells)} | {ended} |")
     return "\n".join(lines) + "\n"
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _read(path: Path) -> dict[str, Any]:
+    """Of a JSON file; empty where it is not there."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+
+def _growth(one: dict[str, Any]) -> float:
+    stream = np.array(one["arrays"]["stream_rms"][0], dtype=np.float64)
+    return float(stream[-1] / stream[0])
+
+
+def _ratio(one: dict[str, Any]) -> float:
+    block = block_norms({key: rows[0] for key, rows in one["grad_norm"].items()})
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(block[-1] / block[0])
+
+
+def _number(value: float) -> str:
     if not np.isfinite(value):
         return "0/0" if np.isnan(value) else "inf"
     return f"{value:.2f}" if 0.095 <= value < 100 else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def _ended(answer: dict[str, Any]) -> str:
-    if "verdict" not in answer:
-        return answer.get("refused", "-")
-    if answer["final_loss"] is None:
-        return f"**{answer['verdict']}**"
-    below = answer["unigram_entropy"] - answer["final_loss"]
-    words = "trains" if answer["verdict"] in ("stable", "spiky") else f"**{answer['verdict']}**"
-    return f"{words}, {below:+.2f}"
+def _ended(summary: dict[str, Any]) -> str:
+    """`trains` or the verdict, and how far below the unigram entropy."""
+    if not summary or summary["final_loss"] is None:
+        return f"**{summary['verdict']}**" if summary else ""
+    words = "trains" if summary["verdict"] in ("stable", "spiky") else f"**{summary['verdict']}**"
+    return f"{words}, {summary['unigram_entropy'] - summary['final_loss']:+.2f}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="catalogue.py", description=DESCRIPTION)
+def main(arguments: list[str] | None = None, *, depths: Sequence[int] = DEPTHS, trained: int = TRAINED) -> int:
+    parser = argparse.ArgumentParser(
+        prog="catalogue.py", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="overrides for all, as train.py's")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these methods alone")
-    parser.add_argument("--out", type=Path, default=Path("runs/catalogue"), metavar="DIR", help="default runs/catalogue")
-    parser.add_argument("--jobs", type=int, default=1, help="at once; depth 1,000 takes 4 GB each (default 1)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/catalogue"), metavar="DIR", help="default runs/catalogue"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="methods at once; depth 1,000 takes 4 GB each (default 1)")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table between the marks in this file")
     asked = parser.parse_intermixed_args(arguments)
-    found = [row for row in rows() if not asked.only or row.name in asked.only]
-    if unknown := set(asked.only or ()) - {row.name for row in found}:
-        print(f"catalogue.py: --only knows {', '.join(row.name for row in rows())}; found {unknown.pop()}", file=sys.stderr)
+    words, every = listed()
+    rows = [row for row in every if not asked.only or row.name in asked.only]
+    if unknown := sorted(set(asked.only or ()) - {row.name for row in rows}):
+        print(f"catalogue.py: --only knows {', '.join(row.name for row in every)}; found {unknown[0]}", file=sys.stderr)
         return 2
-    left = list(jobs(found, asked.out, asked.words))
-    Parallel(n_jobs=asked.jobs, verbose=5)(delayed(_keep)(path, job) for path, job in left)
-    text = table(found, asked.out)
+    work = [delayed(measure)(row, [*words, *asked.words], asked.out, depths, trained) for row in rows]
+    Parallel(n_jobs=asked.jobs, prefer="threads", verbose=5)(work)  # each waits for processes of its own
+    text = table(rows, asked.out, depths)
     print(text, end="")
     if asked.write:
         before, _, rest = asked.write.read_text(encoding="utf-8").partition(BEGIN)

@@ -1,6 +1,7 @@
 """The table of all methods: each choice has its row, and a row is measured once."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,29 +25,38 @@ ALIKE = {
 
 @pytest.mark.parametrize("axis", ALIKE)
 def test_every_method_has_a_row(axis: str):
-    named = {word for row in catalogue.rows() for word in row.words}
+    named = {word for row in catalogue.listed()[1] for word in row.words}
     assert set(choices(axis)) - ALIKE[axis] == {word.partition("=")[2] for word in named if word.startswith(f"{axis}=")}
 
 
-def test_what_is_measured_is_kept(tmp_path: Path, monkeypatch, capsys):
-    """Two depths and a tiny training; the second time nothing is measured. What is refused stands in its row with the reason."""
-    monkeypatch.setattr(catalogue, "DEPTHS", (2, 3))
-    monkeypatch.setattr(catalogue, "TRAINED", 2)
+@pytest.mark.slow
+def test_what_is_measured_is_kept(tmp_path: Path, monkeypatch):
+    """Two depths and a tiny training; the second time nothing is measured."""
     monkeypatch.setenv("NORMLAB_CACHE", str(tmp_path / "cache"))
     page = tmp_path / "page.md"
     page.write_text(f"before\n{catalogue.BEGIN}old\n{catalogue.END}after\n", encoding="utf-8")
-    words = [*SMALL, "data=synthetic", "data.tokens=20000", "batch=4", "steps=3"]
-    asked = [*words, "--only", "Pre-LN", "DeepNorm", "ReZero", "--out", str(tmp_path / "kept"), "--write", str(page)]
-    assert catalogue.main(asked) == 0
+    words = [*SMALL, "data=synthetic", "data.tokens=20000", "steps=3", "--only", "Pre-LN", "ReZero"]
+    asked = [*words, "--out", str(tmp_path / "kept"), "--write", str(page)]
+    assert catalogue.main(asked, depths=(2, 3), trained=2) == 0
     text = page.read_text(encoding="utf-8")
     assert text.startswith(f"before\n{catalogue.BEGIN}| method") and text.endswith(f"{catalogue.END}after\n")
     assert "stream, 2 | stream, 3 | gradient, 2 | gradient, 3 |" in text and "old" not in text
     row = next(line.split(" | ") for line in text.splitlines() if line.startswith("| Pre-LN"))
     assert float(row[2]) > 1 and 0 < float(row[4]) < 2 and "too_short" in row[-1]
-    monkeypatch.setattr(catalogue, "at_start", lambda *_: pytest.fail("measured again"))
-    capsys.readouterr()
-    assert catalogue.main(asked) == 0
+    monkeypatch.setattr(catalogue, "_run", lambda *_: pytest.fail("measured again"))
+    assert catalogue.main(asked, depths=(2, 3), trained=2) == 0
     assert page.read_text(encoding="utf-8") == text
+
+
+def test_what_is_refused_stands_in_its_row(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(
+        catalogue.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2, stderr="a\nno: use b\n")
+    )
+    row = catalogue.Row("one", "paper", ("norm=none",))
+    catalogue.measure(row, [], tmp_path, (2,), 2)
+    assert (
+        catalogue.table([row], tmp_path, (2,)).splitlines()[-1] == "| one (paper) | `norm=none` | - | - | no: use b |"
+    )
 
 
 def test_a_row_that_is_not_there_is_said(capsys):
@@ -63,6 +73,6 @@ def test_numbers_are_short(value: float, text: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", catalogue.rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", catalogue.listed()[1], ids=lambda row: row.name)
 def test_every_row_is_a_configuration(row: catalogue.Row):
-    plain(*catalogue.common(), *row.words)
+    plain(*catalogue.listed()[0], *row.words)
