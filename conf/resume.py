@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from conf.older import completed
 from stability.whole import document, replace
 
 # what changes how a run is watched or when it is given up, not what it computes
@@ -248,6 +249,7 @@ def recorded(plain: dict[str, Any], directory: Path) -> Before:
     )
     if not config:
         raise ValueError(f"resume={directory}: no run to continue there (config.yaml is missing or empty)")
+    config = completed(config, plain)
     changed = sorted({key.removesuffix("._target_") for key in _differing(config, plain)})
     changed = [key for key in changed if FREE.isdisjoint((key, key.partition(".")[0]))]
     before = Before(directory, plain, config, environment, summary, tuple(changed))

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 from conf import resume
 from scripts import generate
@@ -370,3 +371,21 @@ def test_a_damaged_file_is_named_in_one_line(run, monkeypatch, name: str, conten
     with pytest.raises(ValueError, match=rf"{name} (cannot be read: .*|is damaged: it holds no mapping)") as caught:
         go_on(run, summary, "steps=4")
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_of_an_older_version_goes_on(run):
+    """Its config lacks the axes, scalars and knobs that came later; what the command line says of one of them is a change."""
+    words = ["schedule=constant", "schedule.warmup=1"]
+    unbroken, _ = run(*words, "steps=6")
+    _, summary = run(*words, "steps=3")
+    path = summary["directory"] / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    for axis in ("stream", "ramp", "scaling", "linear", "attention", "clip_by", "z_loss"):
+        del config[axis]
+    del config["norm"]["cast"], config["model"]["logit_cap"]
+    path.write_text(yaml.safe_dump(config))
+    with pytest.raises(ValueError, match=r"norm\.cast, stream, .* differ from the run's own config"):
+        go_on(run, summary, *words, "steps=6", "stream=hyper", "norm.cast=before_gain")
+    resumed, again = go_on(run, summary, *words, "steps=6")
+    assert again["steps_done"] == 6
+    assert [line for line in resumed if "val_loss" not in line] == [line for line in unbroken if "val_loss" not in line]
