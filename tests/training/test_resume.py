@@ -375,7 +375,7 @@ def test_a_damaged_file_is_named_in_one_line(run, monkeypatch, name: str, conten
 
 def test_a_run_of_an_older_version_goes_on(run):
     """Its config lacks the axes, scalars and knobs that came later; what the command line says of one of them is a change."""
-    words = ["schedule=constant", "schedule.warmup=1"]
+    words = ["schedule=constant", "schedule.warmup=1", "log_every=1"]
     unbroken, _ = run(*words, "steps=6")
     _, summary = run(*words, "steps=3")
     path = summary["directory"] / "config.yaml"
