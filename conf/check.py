@@ -128,11 +128,13 @@ def check_knobs(place: str, node: dict[str, Any], target: Callable[..., Any]) ->
         if key not in known:
             names = [f"{place}.{name}" for name in node if name in known]
             raise ValueError(f"{place}.{key} is no knob of {node['_target_']}; {nearest(f'{place}.{key}', names)}")
-        if built := _nodes(f"{place}.{key}", value):
+        kind = parameters[key].annotation
+        # where anything goes, what is built is a library's own business
+        if kind is not Any and (built := _nodes(f"{place}.{key}", value)):
             for path, inner in built.items():
                 _check_node(path, inner)
         else:
-            _fit(f"{place}.{key}", value, parameters[key].annotation)
+            _fit(f"{place}.{key}", value, kind)
 
 
 def _nodes(key: str, value: Any) -> dict[str, dict[str, Any]]:

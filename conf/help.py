@@ -2,6 +2,7 @@
 
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ def folders() -> list[Path]:
     pairs = [word.partition("=")[::2] for word in sys.argv[1:]]
     named = [
         value or after
-        for (option, value), (after, _) in zip(pairs, [*pairs[1:], ("", "")], strict=True)
+        for (option, value), (after, _) in pairwise([*pairs, ("", "")])
         if option in ("--config-dir", "-cd")
     ]
     return [CONF, *map(Path, named)]
