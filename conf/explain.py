@@ -97,5 +97,8 @@ def _knobs(axis: str) -> list[str]:
 
 
 def _knobs_of(axis: str, choice: str) -> list[str]:
-    names = map(str, OmegaConf.load(file(axis, choice)))
+    path = file(axis, choice)
+    if path.read_text(encoding="utf-8").startswith("# @package _global_"):
+        return []  # what stands there are other axes' keys
+    names = map(str, OmegaConf.load(path))
     return [name for name in names if not name.startswith("_") and name != "defaults"]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -91,18 +92,26 @@ CORE = {"pre", "post"}, {"standard", "deepnorm"}
 
 
 def cells() -> list[tuple[str, str, str]]:
-    """norm x placement x residual: every one of the core's placements and residuals with every norm, and each pair of the
-    others in at least one cell, since a product of all would take an hour."""
-    norms, placements, residuals = (choices(axis) for axis in ("norm", "placement", "residual"))
-    core = {(norm, place, method) for norm in norms for place in CORE[0] for method in CORE[1]}
-    pairs = {(norms[(i + j) % len(norms)], p, r) for i, p in enumerate(placements) for j, r in enumerate(residuals)}
-    pairs |= {
-        (n, p, residuals[(i + j) % len(residuals)]) for i, n in enumerate(norms) for j, p in enumerate(placements)
-    }
-    pairs |= {
+    """norm x placement x residual: every norm with the core's placements and residuals, and each pair of choices of two axes in
+    at least one cell, since a product of all would take an hour."""
+    axes = [choices(axis) for axis in ("norm", "placement", "residual")]
+    norms, placements, residuals = axes
+    found = [(norm, place, method) for norm in norms for place in CORE[0] for method in CORE[1]]
+    every = [(n, p, residuals[(i + j) % len(residuals)]) for i, n in enumerate(norms) for j, p in enumerate(placements)]
+    every += [(norms[(i + j) % len(norms)], p, r) for i, p in enumerate(placements) for j, r in enumerate(residuals)]
+    every += [
         (n, placements[(i + j) % len(placements)], r) for i, n in enumerate(norms) for j, r in enumerate(residuals)
-    }
-    return sorted(core | pairs)
+    ]
+    seen = {pair for cell in found for pair in _pairs(cell)}
+    for cell in every:
+        if not seen.issuperset(_pairs(cell)):
+            found.append(cell)
+            seen |= _pairs(cell)
+    return sorted(found)
+
+
+def _pairs(cell: tuple[str, str, str]) -> set[tuple[tuple[int, str], ...]]:
+    return set(combinations(enumerate(cell), 2))
 
 
 def is_trap(norm: str, placement: str, residual: str) -> bool:

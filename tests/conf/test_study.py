@@ -121,7 +121,8 @@ def test_arms_start_from_the_same_matrices_and_see_the_same_windows(name: str):
         for key, matrix in matrices.items():
             assert hash_of(matrix) == hash_of(base[key]) or torch.allclose(matrix, base[key], rtol=1e-6), (arm, key)
         unscaled = [key for key in base if key.rpartition(".")[0].endswith((".q", ".k"))] + ["embed.token"]
-        assert len(unscaled) == 7 and all(hash_of(matrices[key]) == hash_of(base[key]) for key in unscaled), arm
+        if not any(word == "residual=b2t" for word in found.arms[arm]):  # which scales queries and keys too
+            assert len(unscaled) == 7 and all(hash_of(matrices[key]) == hash_of(base[key]) for key in unscaled), arm
 
 
 def test_jobs_are_arms_crossed_with_params():

@@ -194,8 +194,7 @@ def test_the_equation_tells_coefficients_and_groups():
     built = train.choices_of(plain("stream=attention_residuals", "stream.blocks=2", "placement=peri"))
     assert equation(built, 4) == (
         "v <- (N(embedding)), h = sum_i softmax_i(w . RMSNorm(v_i)) v_i;  "
-        "layer 1: v <- (v, N(A(N(h)))) then v <- (.., v_n + N(M(N(h))));  layer 2: v <- (.., v_n + N(F(N(h))));  "
-        "layer 3: v <- (v, N(A(N(h)))) then v <- (.., v_n + N(M(N(h))));  layer 4: v <- (.., v_n + N(F(N(h))));  "
+        "layers 1, 3: v <- (v, N(A(N(h)))) then v <- (.., v_n + N(M(N(h))));  layers 2, 4: v <- (.., v_n + N(F(N(h))));  "
         "logits = W N(h)"
     )
 
