@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.coefficient import Coefficient, times
+from model.coefficient import times
 from model.norm import EPS
 from model.residual import Residual
 from model.site import Site
-from model.stream import Single, State, Stream, own_skip
+from model.stream import Parts, Single, State, Stream, own_skip
 
 
 class Mix(nn.Module):
@@ -57,8 +57,8 @@ class Accumulate(nn.Module):
 class Recalling(Stream):
     """One branch: its `mix` and how its answer is kept."""
 
-    def __init__(self, dim: int, mix: nn.Module, keep: nn.Module, **parts: Any) -> None:
-        super().__init__(dim, **parts)
+    def __init__(self, mix: nn.Module, keep: nn.Module, parts: Parts) -> None:
+        super().__init__(parts)
         self.mix, self.keep = mix, keep
 
     def base(self, values: State) -> State:
@@ -105,20 +105,10 @@ class AttentionResiduals(Single):
         here, before = (self.blocks * layer // site.depth for layer in (site.layer - 1, site.layer - 2))
         return site.branch == "attention" and here > before
 
-    def at(
-        self,
-        site: Site,
-        dim: int,
-        *,
-        places: frozenset[str],
-        norm: Callable[[int], nn.Module],
-        residual: Residual,
-        ramp: Coefficient = 1.0,
-    ) -> Stream:
-        if reason := own_skip(residual):
+    def at(self, site: Site, parts: Parts) -> Stream:
+        if reason := own_skip(parts.residual):
             raise ValueError(f"stream=attention_residuals with this residual: {reason}")
-        mix, keep = self.mix(dim), self.keep(site)
-        return Recalling(dim, mix, keep, places=places, norm=norm, residual=residual, ramp=ramp)
+        return Recalling(self.mix(parts.dim), self.keep(site), parts)
 
     def enter(self, x: Tensor) -> State:
         return (x,)

@@ -4,6 +4,7 @@ first + N(second).
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from model.coefficient import Coefficient, times
 from model.residual import Residual
 from model.site import Site
-from model.stream import Single, State, Stream, not_after_the_sum, own_skip
+from model.stream import Parts, Single, State, Stream, not_after_the_sum, own_skip
 
 
 class Beside(Stream):
@@ -34,9 +35,9 @@ class Coupled(Beside):
 
     damping: Coefficient
 
-    def __init__(self, dim: int, damping: Coefficient, **parts: Any) -> None:
-        super().__init__(dim, **parts)
-        self.norm_other, self.damping = parts["norm"](dim), damping
+    def __init__(self, damping: Coefficient, parts: Parts) -> None:
+        super().__init__(parts)
+        self.norm_other, self.damping = parts.norm(parts.dim), damping
 
     def read(self, state: State) -> Tensor:
         x, y = state
@@ -71,17 +72,8 @@ class Dual(Single):
 
     letters = ("p", "d")
 
-    def at(
-        self,
-        site: Site,
-        dim: int,
-        *,
-        places: frozenset[str],
-        norm: Callable[[int], nn.Module],
-        residual: Residual,
-        ramp: Coefficient = 1.0,
-    ) -> Stream:
-        return Beside(dim, places=places, norm=norm, residual=residual, ramp=ramp)
+    def at(self, site: Site, parts: Parts) -> Stream:
+        return Beside(parts)
 
     def enter(self, x: Tensor) -> State:
         return x, x
@@ -110,18 +102,8 @@ class Siamese(Dual):
         """1 / sqrt(l + 1)."""
         return (2 * site.layer + (site.branch == "ffn")) ** -0.5
 
-    def at(
-        self,
-        site: Site,
-        dim: int,
-        *,
-        places: frozenset[str],
-        norm: Callable[[int], nn.Module],
-        residual: Residual,
-        ramp: Coefficient = 1.0,
-    ) -> Stream:
-        at = places | {"in"}
-        return Coupled(dim, self.damping(site), places=at, norm=norm, residual=residual, ramp=ramp)
+    def at(self, site: Site, parts: Parts) -> Stream:
+        return Coupled(self.damping(site), replace(parts, places=parts.places | {"in"}))
 
     def symbolic(self, letter: Callable[[str], Any]) -> Single:
         return Written(letter)

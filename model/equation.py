@@ -10,7 +10,7 @@ from torch import nn
 
 from model.coefficient import Coefficient
 from model.site import Site
-from model.stream import State
+from model.stream import Parts, State
 from model.transformer import Choices, residual_at
 
 
@@ -54,14 +54,14 @@ def _branch(site: Site, choices: Choices, before: tuple[str, ...], name: str, ha
     """What a branch with the function `name` does to the tensors that are there before it: those that it changes."""
     places, residual = choices.placement.at(site) if has_norm else frozenset(), residual_at(choices, 1, site)
     alpha, s, beta = (_letter(name, getattr(residual, name)) for name in ("alpha", "s", "beta"))
-    stream = choices.stream.at(
-        site,
+    parts = Parts(
         1,
-        places=places,
-        norm=lambda dim: Call("N") if has_norm else nn.Identity(),
-        residual=replace(residual, alpha=alpha, s=s, beta=beta),
-        ramp=_letter("r", choices.ramp.at(site)),
+        places,
+        lambda dim: Call("N") if has_norm else nn.Identity(),
+        replace(residual, alpha=alpha, s=s, beta=beta),
+        _letter("r", choices.ramp.at(site)),
     )
+    stream = choices.stream.at(site, parts)
     state = stream.base(_symbols(before))
     carried = ["v_1"] if site.branch == "attention" and site.layer > 1 and _carries(choices) else []
     function = Call(f"{name}_N" if "qkv" in places else name, *carried, inner="inner" in places)

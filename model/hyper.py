@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.coefficient import Coefficient, times
+from model.coefficient import times
 from model.norm import EPS
 from model.residual import Residual
 from model.site import Site
-from model.stream import Single, State, Stream, own_skip
+from model.stream import Parts, Single, State, Stream, own_skip
 
 
 class Weights(nn.Module):
@@ -116,8 +116,8 @@ def exact(x: Tensor, weight: Tensor) -> Tensor:
 class Connected(Stream):
     """One branch of H, with its `weights`."""
 
-    def __init__(self, dim: int, weights: nn.Module, **parts: Any) -> None:
-        super().__init__(dim, **parts)
+    def __init__(self, weights: nn.Module, parts: Parts) -> None:
+        super().__init__(parts)
         self.weights = weights
 
     def base(self, H: State) -> State:
@@ -162,18 +162,9 @@ class Hyper(Single):
         """Of the k-th branch of the network, k = 0, 1, ..."""
         return Dynamic(self.streams, k, dim, norm(dim)) if self.dynamic else Static(self.streams, k)
 
-    def at(
-        self,
-        site: Site,
-        dim: int,
-        *,
-        places: frozenset[str],
-        norm: Callable[[int], nn.Module],
-        residual: Residual,
-        ramp: Coefficient = 1.0,
-    ) -> Stream:
-        weights = self.weights(2 * (site.layer - 1) + (site.branch == "ffn"), dim, norm)
-        return Connected(dim, weights, places=places, norm=norm, residual=residual, ramp=ramp)
+    def at(self, site: Site, parts: Parts) -> Stream:
+        weights = self.weights(2 * (site.layer - 1) + (site.branch == "ffn"), parts.dim, parts.norm)
+        return Connected(weights, parts)
 
     def enter(self, x: Tensor) -> State:
         return x.repeat(self.streams, 1, 1, 1)

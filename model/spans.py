@@ -6,14 +6,14 @@
 Between blocks the state is x alone. alpha, s, beta and r are those of the run's residual method and ramp, 1 in the papers.
 """
 
-from collections.abc import Callable
+from dataclasses import replace
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from model.coefficient import Coefficient, times
+from model.coefficient import times
 from model.residual import Residual
 from model.site import Site
-from model.stream import Single, State, Stream, not_after_the_sum
+from model.stream import Parts, Single, State, Stream, not_after_the_sum
 
 
 class ToMiddle(Stream):
@@ -59,18 +59,9 @@ class B2T(Single):
 
     top: type[FromMiddle] = BottomToTop
 
-    def at(
-        self,
-        site: Site,
-        dim: int,
-        *,
-        places: frozenset[str],
-        norm: Callable[[int], nn.Module],
-        residual: Residual,
-        ramp: Coefficient = 1.0,
-    ) -> Stream:
+    def at(self, site: Site, parts: Parts) -> Stream:
         kind = ToMiddle if site.branch == "attention" else self.top
-        return kind(dim, places=places, norm=norm, residual=residual, ramp=ramp)
+        return kind(parts)
 
     def after(self, site: Site) -> tuple[str, ...]:
         return ("x", "h") if site.branch == "attention" else self.letters
@@ -90,17 +81,6 @@ class Span(B2T):
 
     top = Spanning
 
-    def at(
-        self,
-        site: Site,
-        dim: int,
-        *,
-        places: frozenset[str],
-        norm: Callable[[int], nn.Module],
-        residual: Residual,
-        ramp: Coefficient = 1.0,
-    ) -> Stream:
+    def at(self, site: Site, parts: Parts) -> Stream:
         first = site.layer == 1 and site.branch == "attention"
-        return super().at(
-            site, dim, places=places | {"in"} if first else places, norm=norm, residual=residual, ramp=ramp
-        )
+        return super().at(site, replace(parts, places=parts.places | {"in"}) if first else parts)

@@ -9,6 +9,7 @@ stream carry more than one tensor (`conf/stream/`): their state is a tuple, or o
 """
 
 from collections.abc import Callable, Set
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,30 +21,33 @@ from model.site import Site
 State = Any  # of a single stream a Tensor (batch, time, dim); of others what their `enter` gives
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What one branch's stream is made of: its width, the places that hold a norm and what makes one, its coefficients, and r, a
+    factor that follows the steps of a training."""
+
+    dim: int
+    places: Set[str]
+    norm: Callable[[int], nn.Module]
+    residual: Residual
+    ramp: Coefficient = 1.0
+
+
 class Stream(nn.Module):
     """The norms at the places of one branch and its coefficients. A place without a norm is `nn.Identity`, so that
-    hooks find the same names under every placement. `ramp` is r, a factor that follows the steps of a training."""
+    hooks find the same names under every placement."""
 
     alpha: Coefficient
     s: Coefficient
     beta: Coefficient
     ramp: Coefficient
 
-    def __init__(
-        self,
-        dim: int,
-        *,
-        places: Set[str],
-        norm: Callable[[int], nn.Module],
-        residual: Residual,
-        ramp: Coefficient = 1.0,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         super().__init__()
-        self.norm_both = norm(dim) if "both" in places else nn.Identity()
-        self.norm_in = norm(dim) if "in" in places else nn.Identity()
-        self.norm_out = norm(dim) if "out" in places else nn.Identity()
-        self.norm_sum = norm(dim) if "sum" in places else nn.Identity()
-        self.alpha, self.s, self.beta, self.ramp = residual.alpha, residual.s, residual.beta, ramp
+        norms = [parts.norm(parts.dim) if at in parts.places else nn.Identity() for at in ("both", "in", "out", "sum")]
+        self.norm_both, self.norm_in, self.norm_out, self.norm_sum = norms
+        residual = parts.residual
+        self.alpha, self.s, self.beta, self.ramp = residual.alpha, residual.s, residual.beta, parts.ramp
 
     def base(self, x: State) -> State:
         return self.norm_both(x)
@@ -70,17 +74,8 @@ class Single:
     letters: tuple[str, ...] = ("x",)
     grows = False
 
-    def at(
-        self,
-        site: Site,
-        dim: int,
-        *,
-        places: frozenset[str],
-        norm: Callable[[int], nn.Module],
-        residual: Residual,
-        ramp: Coefficient = 1.0,
-    ) -> Stream:
-        return Stream(dim, places=places, norm=norm, residual=residual, ramp=ramp)
+    def at(self, site: Site, parts: Parts) -> Stream:
+        return Stream(parts)
 
     def enter(self, x: Tensor) -> State:
         """(batch, time, dim) to the state before the first block."""

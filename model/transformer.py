@@ -25,7 +25,7 @@ from model.scaling import NoScaling
 from model.setting import Setting
 from model.site import Site
 from model.sizes import Sizes
-from model.stream import Single, State
+from model.stream import Parts, Single, State
 
 
 @dataclass(frozen=True)
@@ -243,8 +243,8 @@ def _block(layer: int, choices: Choices, sizes: Sizes, position: NoPosition) -> 
     kinds = (Carrying, Passing) if getattr(functions[0], "carries", False) else (Branch, Branch)
     branches = []
     for site, residual, function, kind in zip(sites, residuals, functions, kinds, strict=True):
-        places, ramp, norm = choices.placement.at(site), choices.ramp.at(site), choices.norm
-        stream = choices.stream.at(site, sizes.dim, places=places, norm=norm, residual=residual, ramp=ramp)
+        parts = Parts(sizes.dim, choices.placement.at(site), choices.norm, residual, choices.ramp.at(site))
+        stream = choices.stream.at(site, parts)
         scale_gain_(stream.norm_out, choices.placement.gain(site))
         branches.append(kind(function, stream, residual))
     return Block(*branches)

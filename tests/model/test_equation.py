@@ -13,7 +13,7 @@ from model.equation import equation
 from model.norm import LayerNorm, RMSNorm
 from model.residual import Residual, deepnorm
 from model.site import Site
-from model.stream import Stream
+from model.stream import Parts, Stream
 from tests.conftest import plain
 
 FILES = [("placement", name) for name in choices("placement")]
@@ -53,7 +53,7 @@ def test_published_block_outputs(oracle, norm: str):
     g = torch.tensor(case["sublayer_output_g"], dtype=torch.float64)
 
     def stream(places: set[str], residual: Residual) -> Stream:
-        return Stream(4, places=places, norm=lambda dim: kind(dim, eps=case["eps"]), residual=residual).double()
+        return Stream(Parts(4, places, lambda dim: kind(dim, eps=case["eps"]), residual)).double()
 
     deep = deepnorm(Site("ffn", 1, case["n_layers"]), 4)
     assert deep.alpha == pytest.approx(case["alpha"], rel=1e-15)
@@ -80,7 +80,7 @@ def test_every_place_and_coefficient_acts_where_the_equation_says():
 
     marks = iter((10.0, 100.0, 1000.0))  # in, out, sum, in the order in which they are made
     residual = Residual(alpha=2.0, s=3.0, beta=5.0)
-    stream = Stream(1, places={"in", "out", "sum"}, norm=lambda dim: Mark(next(marks)), residual=residual)
+    stream = Stream(Parts(1, {"in", "out", "sum"}, lambda dim: Mark(next(marks)), residual))
     x = torch.tensor([7.0])
     assert stream.read(x).item() == 3 * (7 + 10)
     assert stream.write(x, torch.tensor([1.0])).item() == 2 * 7 + 5 * (1 + 100) + 1000
