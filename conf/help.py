@@ -81,7 +81,8 @@ def text() -> str:
         lines.append(f"    {f'{name}={shown}':<{width + 4}}{scalar.metadata['help']}")
     lines.append(
         "\nOften set: model.depth, model.dim, model.heads, model.context, model.kv_heads, model.qk_norm (none, head, full),"
-        "\nmodel.tied, model.dropout, model.checkpointing (auto, groups, none), trainer.cuda_graphs, norm.eps, optimizer.lr, optimizer.weight_decay, optimizer.norm_decay,"
+        "\nmodel.tied, model.dropout, model.checkpointing (auto, groups, none), model.logit_cap, attention.logit_cap, attention.qk_clip,"
+        "\ntrainer.cuda_graphs, norm.eps, norm.cast, placement.layers, optimizer.lr, optimizer.weight_decay, optimizer.norm_decay,"
         "\nschedule.warmup (below 1: a share of the steps), data.paths, data.val_fraction, tokenizer.vocab, logger.mode,"
         "\nhydra.run.dir. `python train.py --cfg job` prints the whole config of a command line without running it."
     )
