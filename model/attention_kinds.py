@@ -74,7 +74,8 @@ class GatedAttention(Attention):
         super().__init__(setting)
         sizes = setting.sizes
         width = sizes.dim if each == "feature" else sizes.heads
-        self.head_gate = setting.linear(sizes.dim, width, "gate", sizes.bias)
+        # a gate of a whole head counts as often as it is used, as a shared key does
+        self.head_gate = setting.linear(sizes.dim, width, "gate", sizes.bias, sizes.dim // width)
         self.heads = sizes.heads
 
     def of_heads(self, u: Tensor, y: Tensor) -> Tensor:

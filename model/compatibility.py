@@ -11,9 +11,11 @@ from torch import nn
 
 from model.coefficient import number
 from model.gain import has_gain
+from model.norm import Dividing
 from model.site import Branch, Site
 from model.sizes import Sizes
-from model.transformer import Choices
+from model.stream import Single
+from model.transformer import Choices, residual_at
 
 BRANCHES: tuple[Branch, ...] = ("attention", "ffn")
 
@@ -34,7 +36,8 @@ def refusals(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[
             f"placement={names['placement']} sets the gain that its output norm starts with, and norm={names['norm']} has "
             "none: use norm=rmsnorm"
         )
-    yield from _unbounded_scores(choices, names, sizes)
+    yield from _unbounded_scores(choices, names, sizes, sample)
+    yield from _no_pace(choices, names)
     yield from _lost_gain(choices, names, depth)
     yield from _depth_twice(choices, names, depth)
     if getattr(sample, "sees_future", False):
@@ -96,20 +99,39 @@ def _profile_without_sum(choices: Choices, names: dict[str, str], depth: int, ha
         )
 
 
-def _unbounded_scores(choices: Choices, names: dict[str, str], sizes: Sizes) -> Iterator[str]:
+def _unbounded_scores(choices: Choices, names: dict[str, str], sizes: Sizes, sample: nn.Module) -> Iterator[str]:
     """A branch that reads the bare stream through matrices of full size: its attention scores grow with the stream, and
     at the start the gradient grows towards the input by about 10^(0.08 N) over N blocks (measured with Xavier at N = 12,
-    24, 48, 100; docs/log.md). OLMo 2 (arXiv 2501.00656, section 3) uses the placement together with QK-norm."""
-    depth = sizes.depth
-    site = Site("attention", depth, depth)
-    reads_bare = choices.placement.at(site) - {"inner"} == {"out"} and choices.placement.gain(site) >= 1
-    bounded = sizes.qk_norm != "none" or getattr(getattr(choices.attention, "func", None), "bounded", False)
-    std = choices.init.matrix(sizes.dim, sizes.dim) * choices.scaling.matrix(sizes, choices.init)
-    full_size = std * sqrt(sizes.dim) > 0.5
-    if reads_bare and not bounded and full_size and depth >= 24:
+    24, 48, 100; docs/log.md). OLMo 2 (arXiv 2501.00656, section 3) uses the placement together with QK-norm. What bounds the
+    scores, or makes a branch or its matrices small at the start, is out of its reach."""
+    kind, knobs = getattr(choices.attention, "func", None), getattr(choices.attention, "keywords", {})
+    bounded = sizes.qk_norm != "none" or getattr(kind, "bounded", False) or knobs.get("logit_cap")
+    plain = type(choices.stream) is Single and choices.linear(1, 1, "write").keeps_std and isinstance(sample, Dividing)
+    if bounded or not plain:
+        return
+    std = choices.init.matrix(sizes.dim, sizes.dim) * choices.scaling.matrix(sizes, choices.init) * sqrt(sizes.dim)
+
+    def reads_bare(site: Site) -> bool:
+        residual, ramp = residual_at(choices, 1, site), choices.ramp.at(site)
+        whole = choices.placement.gain(site) * number(residual.beta) * number(ramp) >= 0.5
+        return (
+            choices.placement.at(site) - {"inner"} == {"out"} and whole and std * residual.gains.get("score", 1.0) > 0.5
+        )
+
+    bare = sum(reads_bare(Site("attention", layer, sizes.depth)) for layer in range(1, sizes.depth + 1))
+    if bare >= 24:
         yield (
-            f"placement={names['placement']} with model.qk_norm=none and init={names['init']} starts with a gradient "
-            f"about 10^{0.08 * depth:.0f} times as large in layer 1 as in layer {depth}: use model.qk_norm=full, as OLMo 2"
+            f"placement={names['placement']} with model.qk_norm=none and init={names['init']} starts with a gradient about "
+            f"10^{0.08 * bare:.0f} times as large in layer 1 as in layer {sizes.depth}: use model.qk_norm=full, as OLMo 2"
+        )
+
+
+def _no_pace(choices: Choices, names: dict[str, str]) -> Iterator[str]:
+    """Weights of a stream of which no rule says how their learning rate follows the width."""
+    if choices.scaling.paced and choices.stream.learns:
+        yield (
+            f"scaling={names['scaling']} with stream={names['stream']}: no paper says how the learning rate of the stream's own "
+            "weights follows the width: use stream=single, or scaling=none"
         )
 
 
@@ -118,6 +140,11 @@ def _lost_gain(choices: Choices, names: dict[str, str], depth: int) -> Iterator[
     silently be that of another method."""
     if choices.linear(1, 1, "write").keeps_std:
         return
+    if choices.scaling.paced:
+        yield (
+            f"scaling={names['scaling']} says how large matrices start, which linear={names['linear']} undoes: use linear=plain, or "
+            "scaling=none"
+        )
     for role, gain in (pair for site in _sites(depth) for pair in choices.residual(site, 1).gains.items()):
         if gain != 1.0:
             yield (
@@ -128,14 +155,19 @@ def _lost_gain(choices: Choices, names: dict[str, str], depth: int) -> Iterator[
 
 
 def _depth_twice(choices: Choices, names: dict[str, str], depth: int) -> Iterator[str]:
-    """A scaling that shrinks the branches with the depth, and a residual method whose constants are the depth's too."""
+    """A scaling by which the branches follow the depth, and a residual method or a placement whose constants do so too: those of
+    the last layer are another at another depth."""
 
     def constants(of: int) -> tuple[object, ...]:
-        residual = choices.residual(Site("attention", 1, of), 1)
-        return number(residual.alpha), number(residual.s), number(residual.beta), dict(residual.gains)
+        site = Site("attention", of, of)
+        residual, gain = choices.residual(site, 1), choices.placement.gain(site)
+        return number(residual.alpha), number(residual.s), number(residual.beta), dict(residual.gains), gain
 
-    if choices.scaling.branch(Site("attention", 1, depth)) != 1 and constants(depth) != constants(2 * depth):
+    profiled = choices.residual(Site("attention", 1, depth), 1).profiled
+    if choices.scaling.branch(Site("attention", 1, depth)) != 1 and (
+        profiled or constants(depth) != constants(2 * depth)
+    ):
         yield (
-            f"scaling={names['scaling']} with residual={names['residual']} at model.depth={depth}: both follow the depth, so "
-            "that the branches shrink twice: use residual=standard, or scaling=mup"
+            f"scaling={names['scaling']} with residual={names['residual']} and placement={names['placement']}: both follow the "
+            f"depth (here {depth}), where one is meant to: use residual=standard, or scaling=mup"
         )

@@ -84,7 +84,7 @@ class AttentionResiduals(Single):
     """
 
     letters = ("v",)
-    grows = True
+    grows = learns = True
 
     def __init__(self, *, blocks: int = 0) -> None:
         if blocks < 0:
@@ -126,6 +126,8 @@ class AttentionResiduals(Single):
     def refusal(self, site: Site, places: frozenset[str], residual: Residual) -> str | None:
         if places & {"both", "sum"}:
             return "it has no sum for a norm to follow; use placement=pre"
+        if self.blocks > site.depth:
+            return f"stream.blocks={self.blocks} groups need as many layers, and model.depth is {site.depth}; use 0 or fewer"
         return own_skip(residual)
 
 

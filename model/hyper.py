@@ -149,6 +149,7 @@ class Hyper(Single):
     """
 
     letters = ("H",)
+    learns = True
     terms = ("A_m^T H", "A_r^T H", "B^T")
 
     def __init__(self, *, streams: int = 4, dynamic: bool = True) -> None:

@@ -76,6 +76,8 @@ class NGPTAttention(Attention):
     Source: arXiv 2410.01131, section 2.3. Rotation before norm and scale as in the released code.
     """
 
+    bounded = True
+
     def __init__(self, setting: Setting) -> None:
         sizes = setting.sizes
         heads = UnitHeads(setting.rotate, sizes.groups, sizes.head_dim, sizes.dim)

@@ -271,6 +271,8 @@ class BatchNorm(Dividing):
 
     def __init__(self, dim: int, *, eps: float = EPS, momentum: float = 0.1) -> None:
         super().__init__(dim, eps=eps)
+        if not 0 < momentum <= 1:
+            raise ValueError(f"norm.momentum must be in (0, 1], found {momentum}")
         self.momentum = momentum
         self.gain = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim))

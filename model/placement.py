@@ -38,6 +38,8 @@ class Placement:
             _known(f"placement.{key}", names, known[key])
         if out_gain < 0:
             raise ValueError(f"placement.out_gain must be >= 0, found {out_gain}")
+        if not 0 <= out_power <= 4:
+            raise ValueError(f"placement.out_power must be in [0, 4], found {out_power}")
         if (out_gain, out_power) != (1, 0) and "out" not in {*places, *attention, *ffn}:
             raise ValueError(
                 f"placement.out_gain={out_gain:g}, out_power={out_power:g} need the place out, which is not there"
@@ -80,7 +82,11 @@ class Early(Placement):
         self._first, self._then, self._share, self._count = first, then, share, count
 
     def _of(self, site: Site) -> Placement:
-        return self._first if site.layer <= max(self._count, floor(self._share * site.depth)) else self._then
+        return self._first if site.layer <= self._early(site.depth) else self._then
+
+    def _early(self, depth: int) -> int:
+        """How many layers are early; a share such as 0.7 is a little less in binary, and 0.7 * 90 is 63 layers all the same."""
+        return max(self._count, floor(self._share * depth + 1e-9))
 
     def at(self, site: Site) -> frozenset[str]:
         return self._of(site).at(site)
@@ -93,9 +99,12 @@ class Early(Placement):
         return self._then.ends
 
     def refusal(self, depth: int) -> str | None:
-        if self._count >= depth:
-            return f"has early layers alone: placement.count={self._count}; use model.depth={self._count + 1} or more"
-        if self._share and not (self._count or floor(self._share * depth)):
+        early = self._early(depth)
+        if early >= depth:
+            return f"has early layers alone, {early} of {depth}: use fewer (placement.share, count), or the placement of those"
+        if not early and not self._share:
+            return "has no early layer: placement.share and count are 0; use the placement of the others"
+        if not early:
             need = ceil(1 / self._share)
             return f"has no early layer: floor({self._share:g} * {depth}) = 0; use model.depth={need} or more, or placement=pre"
         return None

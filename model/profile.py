@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from model.coefficient import number
 from model.stream import Stream
 
 
@@ -27,6 +28,9 @@ def profile_(enters: nn.Module, streams: Sequence[Stream], run: Callable[[], obj
         for module in (enters, *(stream.norm_out for stream in streams)):
             hooks.callback(module.register_forward_hook(note).remove)
         run()
-    for stream, square in zip(streams[1:], torch.stack(variances).cumsum(0)[1:], strict=False):
+    # what a branch adds is its answer times beta; ramps are whole meanwhile
+    weights = [1.0, *(number(stream.beta) ** 2 for stream in streams)]
+    added = torch.stack(variances) * torch.tensor(weights, dtype=torch.float64, device=variances[0].device)
+    for stream, square in zip(streams[1:], added.cumsum(0)[1:], strict=False):
         assert isinstance(stream.alpha, nn.Parameter)
         stream.alpha.fill_(square.sqrt().item())

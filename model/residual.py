@@ -37,6 +37,11 @@ class Residual:
 Method = Callable[[Site, int], Residual]
 
 
+def _of_gate(site: Site, gain: float) -> dict[str, float]:
+    """Of the feed-forward's gate, which multiplies a value; that of an attention's heads is between 0 and 1 whatever its size."""
+    return {"gate": gain} if site.branch == "ffn" and gain != 1.0 else {}
+
+
 def standard(site: Site, dim: int) -> Residual:
     """alpha = s = beta = 1, no gain: He et al. 2015, arXiv 1512.03385, eq. 1."""
     return Residual()
@@ -66,7 +71,7 @@ def deepnorm(
         if given is not None and given <= 0:
             raise ValueError(f"residual.{name} must be > 0, or null for the paper's, found {given}")
     beta = (8 * site.depth) ** -0.25 if beta is None else float(beta)
-    gains = {"carry": beta, "write": beta} | ({"gate": beta} if scale_gate else {})
+    gains = {"carry": beta, "write": beta} | _of_gate(site, beta if scale_gate else 1.0)
     return Residual(alpha=(2 * site.depth) ** 0.25 if alpha is None else float(alpha), gains=gains)
 
 
@@ -79,7 +84,7 @@ def glm130b(site: Site, dim: int) -> Residual:
     embedding is no part of this.
     """
     gain = (2 * site.depth) ** -0.5
-    return Residual(alpha=(2 * site.depth) ** 0.5, gains={"carry": gain, "gate": gain, "write": gain})
+    return Residual(alpha=(2 * site.depth) ** 0.5, gains={"carry": gain, "write": gain} | _of_gate(site, gain))
 
 
 def keel(site: Site, dim: int) -> Residual:
@@ -131,7 +136,7 @@ def sub_ln(site: Site, dim: int, *, scale_gate: bool = False) -> Residual:
     released code scales the biases too, which are zero here.
     """
     gain = log(2 * site.depth) ** 0.5
-    return Residual(gains={"carry": gain, "write": gain} | ({"gate": gain} if scale_gate else {}))
+    return Residual(gains={"carry": gain, "write": gain} | _of_gate(site, gain if scale_gate else 1.0))
 
 
 def learned_scalars(site: Site, dim: int, *, alpha: float = 1.0, beta: float = 1.0) -> Residual:

@@ -73,6 +73,7 @@ class Single:
 
     letters: tuple[str, ...] = ("x",)
     grows = False
+    learns = False  # weights of its own, gains apart
 
     def at(self, site: Site, parts: Parts) -> Stream:
         return Stream(parts)

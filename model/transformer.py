@@ -166,9 +166,13 @@ class Transformer(nn.Module):
             return
         tokens, training = windows[: max(1, PROFILED // self.context), :-1], self.training
         streams = [branch.stream for _, branch in _sites(self.blocks)]
+        for _, ramp in self._ramped:
+            ramp.value.fill_(1.0)
         with eagerly(self.eval()):
             profile_(self.embed, streams, lambda: self.features(tokens))
         self.train(training)
+        self._ramped_to = 0
+        self.at_step(1)
 
     def features(self, tokens: Tensor) -> Tensor:
         """What the head is given, (batch, time, dim)."""

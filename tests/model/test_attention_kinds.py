@@ -161,13 +161,14 @@ def test_a_query_of_zeros_has_finite_gradients():
 
 
 def test_a_gate_is_drawn_as_a_gate():
-    """Xavier: 1/sqrt(dim) where square, sqrt(2 / (dim + heads)) else; a residual method that scales gates scales it."""
+    """Xavier: 1/sqrt(dim), of a head's gate too, which counts for each of its features. A feed-forward's gate is what a residual
+    method scales, this one it does not."""
     words = ["attention=gated", "model.depth=4", "model.dim=96", "model.heads=4", "model.context=8"]
-    for scaled, gain in (("true", 32**-0.25), ("false", 1.0)):
-        found = stds(network(*words, "placement=post", "residual=deepnorm", f"residual.scale_gate={scaled}"))
-        assert found["head_gate"] == pytest.approx(gain * 96**-0.5, rel=0.02)
+    found = stds(network(*words, "placement=post", "residual=deepnorm", "residual.scale_gate=true", "ffn=swiglu"))
+    assert found["head_gate"] == pytest.approx(96**-0.5, rel=0.02)
+    assert found["gate"] == pytest.approx(32**-0.25 * (2 / (96 + 256)) ** 0.5, rel=0.02)
     # 4 x 4 x 96 numbers: a std that is off by 1.8%
-    assert stds(network(*words, "attention.each=head"))["head_gate"] == pytest.approx((2 / 100) ** 0.5, rel=0.08)
+    assert stds(network(*words, "attention.each=head"))["head_gate"] == pytest.approx(96**-0.5, rel=0.08)
 
 
 def test_neutral_scales_change_nothing():

@@ -34,7 +34,7 @@ def test_early_layers_by_their_number():
     placement = Early(first=Placement(places=["in"], attention=["qkv"]), then=POST, count=1)
     assert of_layers(placement, 4, "attention") == [{"in", "qkv"}, *[{"sum"}] * 3]
     assert placement.ends == frozenset() and placement.refusal(2) is None
-    assert placement.refusal(1) == "has early layers alone: placement.count=1; use model.depth=2 or more"
+    assert "has early layers alone, 1 of 1" in placement.refusal(1)
 
 
 def by_layer(*layers: str, spread: Any = "parts") -> ByLayer:
@@ -101,3 +101,18 @@ def test_lists_of_a_wrong_length(placement: ByLayer, depth: int, said: str):
 def test_places_that_are_not_there(build, said: str):
     with pytest.raises(ValueError, match=said):
         build()
+
+
+@pytest.mark.parametrize("share, depth, early", [(0.7, 90, 63), (0.29, 100, 29), (0.35, 180, 63), (0.25, 12, 3)])
+def test_a_share_loses_no_layer_to_binary_fractions(share: float, depth: int, early: int):
+    placement = Early(first=Placement(places=["sum"]), then=Placement(places=["in", "head"]), share=share)
+    sites = [Site("ffn", layer, depth) for layer in range(1, depth + 1)]
+    assert sum(placement.at(site) == {"sum"} for site in sites) == early
+
+
+@pytest.mark.parametrize(
+    "knobs, said", [({"share": 1.0}, "12 of 12"), ({"count": 12}, "12 of 12"), ({}, "no early layer")]
+)
+def test_a_share_that_is_another_placement_is_refused(knobs: dict[str, float], said: str):
+    placement = Early(first=Placement(places=["sum"]), then=Placement(places=["in", "head"]), **knobs)
+    assert said in placement.refusal(12)
