@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 import yaml
 from joblib import Parallel, delayed
 
+from conf.resume import quoted
 from stability.records import block_norms
 from stability.whole import replace
 
@@ -21,7 +23,7 @@ DEPTHS, TRAINED = (12, 100, 1000), 100
 DESCRIPTION = """\
 Measure each method of scripts/catalogue.yaml at its initialisation (scripts/probe.py, seed 0) at depth 12, 100 and 1,000, and
 train it for 60 steps at depth 100 (train.py). Prints a table in Markdown. What is done is kept in --out and not done again, so
-that the command goes on where it was stopped. All of it takes about two hours on two CPU cores (--jobs 2).
+that the command goes on where it was stopped. All of it takes about an hour on two CPU cores (--jobs 2).
 """
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
 
@@ -47,19 +49,23 @@ def listed() -> tuple[list[str], list[Row]]:
 
 
 def measure(row: Row, words: Sequence[str], out: Path, depths: Sequence[int], trained: int) -> None:
-    """What of a row is not there yet: `probe.json`, and a run that is over. A command that refuses leaves `refused.txt`."""
+    """What of a row is not there yet: `probe.json`, and a run that is over; one that was cut off begins anew. A command that
+    refuses leaves its line in `refused.txt`."""
     place = out / row.folder
     place.mkdir(parents=True, exist_ok=True)
     alike = [*words, *row.words]
     if not (place / "probe.json").is_file():
         each = " vs ".join(f"model.depth={depth}" for depth in depths).split()
         _run("probe.py", [*alike, "batch=4", ":", *each, "--seeds", "1", "--out", str(place)], place)
-    if not (place / "run" / "summary.json").is_file():
-        more = [f"model.depth={trained}", "threads=1", "logger=none", "save_every=0", f"hydra.run.dir={place / 'run'}"]
+    if _read(place / "run" / "summary.json").get("verdict") in (None, "interrupted", "failed"):
+        shutil.rmtree(place / "run", ignore_errors=True)
+        directory = quoted(place / "run")
+        more = [f"model.depth={trained}", "threads=1", "logger=none", "save_every=0", f"hydra.run.dir={directory}"]
         _run("../train.py", [*alike, *more], place)
 
 
 def _run(script: str, words: Sequence[str], place: Path) -> None:
+    (place / "refused.txt").unlink(missing_ok=True)
     ended = subprocess.run([sys.executable, str(HERE / script), *words], capture_output=True, text=True)
     if ended.returncode not in (0, 3):  # 3: diverged, which is an answer
         said = (ended.stderr or ended.stdout).strip().splitlines()

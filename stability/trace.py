@@ -35,7 +35,8 @@ class Trace:
         stream_grad_norm: L2 norm of the gradient of the loss with respect to the stream.
         token_cosine: mean cosine between different tokens of a sequence (`stability/metrics.py`).
     For each of N blocks:
-        attention_rms, ffn_rms: RMS of beta N_out(F(u)), what the branch adds.
+        attention_rms, ffn_rms: RMS of r beta N_out(F(u)), what the branch adds, r a ramp (SiameseNorm adds it damped to one of
+        its streams).
         attention_skip_rms, ffn_skip_rms: RMS of alpha x, what it is added to.
         logit_max: largest attention logit among all keys that a query sees, as the softmax has it: with a cap, after it.
         attention_entropy: mean over heads and queries, in nats.
@@ -177,9 +178,10 @@ def _hooked(model: Transformer, seen: _Seen, device: str) -> Iterator[None]:
                 branch = block.get_submodule(name)
                 assert isinstance(branch, Branch)
                 stream, ms = branch.stream, partial(_mean_square, seen, layer)
-                skip = partial(ms, f"{name}_skip_rms", stream.alpha)
-                after(stream.norm_both, partial(_of_state, tensors, skip))
-                after(stream.norm_out, partial(ms, f"{name}_rms", stream.beta))
+                after(
+                    stream.norm_both, partial(_of_state, tensors, partial(ms, f"{name}_skip_rms", stream, ("alpha",)))
+                )
+                after(stream.norm_out, partial(ms, f"{name}_rms", stream, ("beta", "ramp")))
                 if isinstance(branch.function, Attention):
                     _on_attention(branch.function, partial(_attention, seen, layer, branch.function), after)
         yield
@@ -201,9 +203,12 @@ def _stream(seen: _Seen, place: int, tensors: Callable[[Any], tuple[Tensor, ...]
         x.register_hook(reduce)  # type: ignore[no-untyped-call]
 
 
-def _mean_square(seen: _Seen, layer: int, name: str, coefficient: Any, *state: Tensor) -> None:
+def _mean_square(seen: _Seen, layer: int, name: str, stream: nn.Module, letters: Sequence[str], *state: Tensor) -> None:
+    """Of tensors times coefficients, as they are within the pass: before it a rank may have a part of one."""
     for x in state:
-        seen.mean(name, layer, mean_square(times(coefficient, x)) / len(state))
+        for letter in letters:
+            x = times(getattr(stream, letter), x)
+        seen.mean(name, layer, mean_square(x) / len(state))
 
 
 def _on_attention(

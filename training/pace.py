@@ -83,8 +83,9 @@ class Pace(Callback):
 
 
 def _finite(model: torch.nn.Module) -> bool:
-    """Parameters and running statistics, of sharded ones this rank's part."""
-    norms = torch._foreach_norm([local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())])
+    """What a checkpoint keeps, parameters and running statistics, of sharded ones this rank's part."""
+    kept = [local(tensor.detach()) for tensor in model.state_dict().values() if tensor.is_floating_point()]
+    norms = torch._foreach_norm(kept)
     return bool(torch.isfinite(torch.stack(norms)).all())
 
 

@@ -43,7 +43,8 @@ class StableAdamW(AdamW):
         states, beta = [self.state[parameter] for parameter in parameters], group["betas"][1]
         done = torch.stack([state["step"] for state in states]).to(parameters[0].dtype)
         second = torch._foreach_div([state["exp_avg_sq"] for state in states], list((1 - beta**done).unbind()))
-        torch._foreach_clamp_min_(second, group["eps"] ** 2)
+        # an eps whose square float32 does not hold would make 0 / 0 of an entry that has had no gradient
+        torch._foreach_clamp_min_(second, max(group["eps"] ** 2, torch.finfo(torch.float32).tiny))
         torch._foreach_sqrt_(second)
         ratio = torch._foreach_div([p.grad for p in parameters if p.grad is not None], second)
         norms = torch._foreach_norm(ratio)

@@ -377,3 +377,9 @@ def test_two_devices_agree_on_the_largest_score(tmp_path):
     finished(tmp_path, "one", *words)
     finished(tmp_path, "two", *words, "devices=2")
     same(tmp_path / "two", tmp_path / "one")
+
+
+def test_a_run_with_qk_clip_keeps_its_weights(run):
+    """Its largest scores rest at -inf between steps, and are no part of a checkpoint."""
+    _, summary = run("attention.qk_clip=0.5", "steps=3", "save_every=2")
+    assert (summary["directory"] / "checkpoints/last.ckpt").is_file()

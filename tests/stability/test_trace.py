@@ -204,3 +204,12 @@ def test_what_is_not_finite_is_told_and_a_huge_stream_is_measured():
         model.blocks[20].ffn.function.up.weight.fill_(torch.nan)
     found = trace(model, [windows()])
     assert np.isfinite(found.stream_rms[:21]).all() and np.isnan(found.stream_rms[21:]).all()
+
+
+def test_what_a_branch_adds_is_as_much_as_its_ramp_lets_in():
+    whole, ramped = (network(*words) for words in ((), ("ramp=prores", "ramp.steps_per_layer=10")))
+    one, other = (
+        trace(model, [torch.randint(11, (2, 9), generator=torch.Generator().manual_seed(0))])
+        for model in (whole, ramped)
+    )
+    np.testing.assert_allclose(other.attention_rms[0], 0.1 * one.attention_rms[0], rtol=1e-5)
