@@ -1,4 +1,4 @@
-"""Every method of scripts/catalogue.yaml, before its first step and after sixty: the table in docs/methods.md."""
+"""Every method of scripts/catalogue.yaml, before its first step and after sixty, as one table."""
 
 import argparse
 import json
