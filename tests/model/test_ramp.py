@@ -101,7 +101,7 @@ def test_before_the_first_step_a_network_stands_where_step_1_does():
     assert trace(model, windows).loss == trace(stepped, windows).loss
     rms = trace(model, windows).attention_rms
     plainly = trace(network("model.depth=3"), windows).attention_rms
-    assert rms[0] == pytest.approx(plainly[0])  # RMS of beta N_out(F(u)), before r
+    assert rms[0] == pytest.approx(plainly[0] / 4)  # r of layer 1 at step 1
 
 
 def test_ramps_cost_nothing_once_they_are_whole():
