@@ -66,7 +66,21 @@ class Placement:
         return None
 
 
-class Early(Placement):
+class Varying(Placement):
+    """Layers that differ, each as another placement has it."""
+
+    def _of(self, site: Site) -> Placement:
+        """The one at this site."""
+        raise NotImplementedError
+
+    def at(self, site: Site) -> frozenset[str]:
+        return self._of(site).at(site)
+
+    def gain(self, site: Site) -> float:
+        return self._of(site).gain(site)
+
+
+class Early(Varying):
     """Another placement in the first layers: the first floor(share * depth), and at least `count`, have the places of
     `first`, the others those of `then`, and the ends are those of `then`.
 
@@ -88,12 +102,6 @@ class Early(Placement):
         """How many layers are early; a share such as 0.7 is a little less in binary, and 0.7 * 90 is 63 layers all the same."""
         return max(self._count, floor(self._share * depth + 1e-9))
 
-    def at(self, site: Site) -> frozenset[str]:
-        return self._of(site).at(site)
-
-    def gain(self, site: Site) -> float:
-        return self._of(site).gain(site)
-
     @property
     def ends(self) -> frozenset[str]:
         return self._then.ends
@@ -110,7 +118,7 @@ class Early(Placement):
         return None
 
 
-class ByLayer(Placement):
+class ByLayer(Varying):
     """Each layer has the places of a placement by its name among `kinds`. `layers` has n names for N layers:
 
     spread=parts: runs of equal length, as near as can be: layer l has name 1 + floor((l - 1) n / N). One name a layer, n = N,
@@ -132,12 +140,6 @@ class ByLayer(Placement):
         count = len(self._layers)
         number = (site.layer - 1) % count if self._repeat else (site.layer - 1) * count // site.depth
         return self._kinds[self._layers[number]]
-
-    def at(self, site: Site) -> frozenset[str]:
-        return self._of(site).at(site)
-
-    def gain(self, site: Site) -> float:
-        return self._of(site).gain(site)
 
     @property
     def ends(self) -> frozenset[str]:
