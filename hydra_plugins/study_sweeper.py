@@ -20,7 +20,7 @@ class StudySweeper(BasicSweeper):
         firsts = [
             next(job.words for job in sweep.points if job.arm == arm) for arm in {job.arm: 0 for job in sweep.points}
         ]
-        super().validate_batch_is_legal(firsts)
+        super().validate_batch_is_legal([[*words, *self._launcher()] for words in firsts])
         sweep.plan().write(sweep.directory)
         print(f"{sweep.study.question}\nscale {sweep.study.scale}, in {sweep.directory}", flush=True)
         return super().sweep(arguments)
@@ -33,9 +33,16 @@ class StudySweeper(BasicSweeper):
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
         assert Remember.sweep is not None
-        here = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(str(Remember.sweep.directory))}"]
+        here = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(str(Remember.sweep.directory))}", *self._launcher()]
         words = [[*job.words, *here, f"hydra.sweep.subdir={_quoted(job.name)}"] for job in Remember.sweep.points]
         return list(self.split_overrides_to_chunks(words, max_batch_size))
+
+    def _launcher(self) -> list[str]:
+        """What its jobs are told of the study's launcher, of which a typed `hydra.launcher.n_jobs=1` is a key."""
+        assert self.config is not None
+        hydra = self.config.hydra
+        typed = any(word.startswith("hydra/launcher=") for word in hydra.overrides.hydra)
+        return [] if typed else [f"hydra/launcher={hydra.runtime.choices['hydra/launcher']}"]
 
 
 def _quoted(text: str) -> str:

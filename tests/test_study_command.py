@@ -200,8 +200,12 @@ def test_a_study_of_a_shipped_ones_name_is_refused(folder: Path):
 
 
 @pytest.mark.slow
-def test_a_directory_may_have_an_apostrophe(folder: Path):
-    words = ["steps=1", "probe_every=0", "seed=[0,1]", "study.claims=null"]
+@pytest.mark.parametrize(
+    "launcher", [[], ["hydra.launcher.n_jobs=1"], ["hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]]
+)
+def test_a_study_takes_words_of_hydras_own(folder: Path, launcher: list[str]):
+    """A directory with an apostrophe, and keys of the launcher that it has, chosen or not."""
+    words = ["steps=1", "probe_every=0", "seed=[0,1]", "study.claims=null", *launcher]
     code, out, errors = run(folder, "study=mine", *words, "hydra.sweep.dir='it\\'s'")
     assert code == 0, out + errors
     assert len(list((folder / "it's").glob("*_seed=*/metrics.jsonl"))) == 6
