@@ -22,8 +22,9 @@ HERE = Path(__file__).parent
 DEPTHS, TRAINED = (12, 100, 1000), 100
 DESCRIPTION = """\
 Measure each method of scripts/catalogue.yaml at its initialisation (scripts/probe.py, seed 0) at depth 12, 100 and 1,000, and
-train it for 60 steps at depth 100 (train.py). Prints a table in Markdown. What is done is kept in --out and not done again, so
-that the command goes on where it was stopped. All of it takes about an hour on two CPU cores (--jobs 2).
+train it for 60 steps at depth 100 (train.py). Prints the table that docs/methods.md has. What is done is kept in --out and not
+done again, so that the command goes on where it was stopped; a row whose words have changed is measured anew. All of it takes
+about an hour on two CPU cores (--jobs 2).
 """
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
 
@@ -49,11 +50,16 @@ def listed() -> tuple[list[str], list[Row]]:
 
 
 def measure(row: Row, words: Sequence[str], out: Path, depths: Sequence[int], trained: int) -> None:
-    """What of a row is not there yet: `probe.json`, and a run that is over; one that was cut off begins anew. A command that
-    refuses leaves its line in `refused.txt`."""
+    """What of a row is not there yet: `probe.json`, and a run that is over; one that was cut off begins anew, as does a row that
+    was measured with other words (`words.txt`). A command that refuses leaves its line in `refused.txt`."""
     place = out / row.folder
-    place.mkdir(parents=True, exist_ok=True)
     alike = [*words, *row.words]
+    asked = f"{' '.join(alike)}: probed at {', '.join(map(str, depths))}, trained at {trained}\n"
+    kept = place / "words.txt"
+    if not kept.is_file() or kept.read_text(encoding="utf-8") != asked:
+        shutil.rmtree(place, ignore_errors=True)
+        place.mkdir(parents=True)
+        replace(kept, asked)
     if not (place / "probe.json").is_file():
         each = " vs ".join(f"model.depth={depth}" for depth in depths).split()
         _run("probe.py", [*alike, "batch=4", ":", *each, "--seeds", "1", "--out", str(place)], place)
@@ -125,12 +131,17 @@ def main(arguments: list[str] | None = None, *, depths: Sequence[int] = DEPTHS, 
         prog="catalogue.py", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="overrides for all, as train.py's")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these methods alone")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="measure and print these methods alone")
     parser.add_argument(
         "--out", type=Path, default=Path("runs/catalogue"), metavar="DIR", help="default runs/catalogue"
     )
     parser.add_argument("--jobs", type=int, default=1, help="methods at once; depth 1,000 takes 4 GB each (default 1)")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table between the marks in this file")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="put the table of all methods between the marks in this file, those of an earlier call too",
+    )
     asked = parser.parse_intermixed_args(arguments)
     words, every = listed()
     rows = [row for row in every if not asked.only or row.name in asked.only]
@@ -139,11 +150,10 @@ def main(arguments: list[str] | None = None, *, depths: Sequence[int] = DEPTHS, 
         return 2
     work = [delayed(measure)(row, [*words, *asked.words], asked.out, depths, trained) for row in rows]
     Parallel(n_jobs=asked.jobs, prefer="threads", verbose=5)(work)  # each waits for processes of its own
-    text = table(rows, asked.out, depths)
-    print(text, end="")
+    print(table(rows, asked.out, depths), end="")
     if asked.write:
         before, _, rest = asked.write.read_text(encoding="utf-8").partition(BEGIN)
-        replace(asked.write, before + BEGIN + text + END + rest.partition(END)[2])
+        replace(asked.write, before + BEGIN + table(every, asked.out, depths) + END + rest.partition(END)[2])
     return 0
 
 

@@ -35,17 +35,24 @@ def test_what_is_measured_is_kept(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("NORMLAB_CACHE", str(tmp_path / "cache"))
     page = tmp_path / "page.md"
     page.write_text(f"before\n{catalogue.BEGIN}old\n{catalogue.END}after\n", encoding="utf-8")
-    words = [*SMALL, "data=synthetic", "data.tokens=20000", "steps=3", "--only", "Pre-LN", "ReZero"]
-    asked = [*words, "--out", str(tmp_path / "kept"), "--write", str(page)]
+    words = [*SMALL, "data=synthetic", "data.tokens=20000", "steps=3", "--out", str(tmp_path / "kept")]
+    asked = [*words, "--only", "Pre-LN", "ReZero", "--write", str(page)]
     assert catalogue.main(asked, depths=(2, 3), trained=2) == 0
     text = page.read_text(encoding="utf-8")
+    assert text.count("\n| ") == 1 + len(catalogue.listed()[1])  # all have a line, two of them numbers
     assert text.startswith(f"before\n{catalogue.BEGIN}| method") and text.endswith(f"{catalogue.END}after\n")
     assert "stream, 2 | stream, 3 | gradient, 2 | gradient, 3 |" in text and "old" not in text
     row = next(line.split(" | ") for line in text.splitlines() if line.startswith("| Pre-LN"))
     assert float(row[2]) > 1 and 0 < float(row[4]) < 2 and "too_short" in row[-1]
-    monkeypatch.setattr(catalogue, "_run", lambda *_: pytest.fail("measured again"))
+    again: list[str] = []
+    monkeypatch.setattr(catalogue, "_run", lambda script, words, place: again.append(place.name))
     assert catalogue.main(asked, depths=(2, 3), trained=2) == 0
-    assert page.read_text(encoding="utf-8") == text
+    assert page.read_text(encoding="utf-8") == text and not again
+
+    # other words are another row
+    monkeypatch.setattr(catalogue, "listed", lambda: ([], [catalogue.Row("Pre-LN", "x", ("ffn=swiglu",))]))
+    assert catalogue.main(words, depths=(2, 3), trained=2) == 0
+    assert again == ["Pre-LN", "Pre-LN"]
 
 
 def test_what_is_refused_stands_in_its_row(tmp_path: Path, monkeypatch):
