@@ -65,8 +65,8 @@ class Dual(Single):
     """ResiDual: p' = LN(p + F(p)), d' = d + F(p), d_0 = p_0 the embedding; the head reads p_N + LN(d_N), without a norm of its
     own.
 
-    For placement=post; a residual method's alpha stands before p, as the authors' code has it. That code also scales d
-    by a constant, which the last norm takes out again, and which keeps float16 from overflowing: not here.
+    For placement=post; a residual method's alpha stands before p in every sum. The authors' code has one, by default 1, before
+    p at the output alone, and scales d by a constant, by default 1 too, which the last norm takes out again: not here.
     Source: Xie et al. 2023, arXiv 2304.14802, section 3.
     """
 
@@ -91,8 +91,8 @@ class Siamese(Dual):
 
     For placement=post, whose norm is LN_X; the other two belong to the stream. l counts branches from 1: attention and
     feed-forward of block b are 2b - 1 and 2b. What the paper's l counts could not be read; the authors' code divides both
-    branches of block b by sqrt(2b), which is this l at attention. That code further normalises X before the first branch, and
-    drops LN_in or LN_X at some sites for its hybrid variant: not here.
+    branches of block b by sqrt(2b), which is this l at attention. That code further normalises X before the first branch
+    and X_N + LN_f(Y_N) before the head, and drops LN_in or LN_X at some sites for its hybrid variant: not here.
     Source: Li et al. 2026, arXiv 2602.08064.
     """
 

@@ -59,8 +59,8 @@ class Equal(ProRes):
     """r(t) = r_0 + (1 - r_0) min(t / (T N), 1): all layers together, whole when ProRes' last layer is.
 
     Source: the schedule "equal" of ProRes, arXiv 2603.05369, which has r_0 = 0 and compares it to BranchNorm (Liu et al.
-    2023, arXiv 2305.02790): a post-norm branch that grows from a small start, which falls with the depth, to 1. How it falls
-    could not be verified, so that `start` is a plain number.
+    2023, arXiv 2305.02790): a post-norm branch that grows to 1 within a number of steps of its own. From where could not be
+    verified, so that `start` is a plain number.
     """
 
     def __init__(self, *, steps_per_layer: int = 1000, start: float = 0.0) -> None:

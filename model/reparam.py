@@ -13,11 +13,12 @@ class SigmaReparam(Linear):
 
     u (fan_out) and v (fan_in) start as singular vectors, and after each optimizer step follow W by one iteration,
     u <- W v / ||W v||, v <- W^T u / ||W^T u||: what the released code does in the next forward pass. A forward pass changes
-    nothing, so that blocks that are computed again give the same numbers. `gamma` starts at 1, as in the paper, so that nothing
-    is left of an initial std; null: at the spectral norm of the initial matrix, so that W^ starts as W (released code).
+    nothing, so that blocks that are computed again give the same numbers. `gamma` starts at 1, as in the authors' JAX code
+    for speech, so that nothing is left of an initial std; null: at the spectral norm of the initial matrix, so that W^ starts as W,
+    as in their PyTorch code for vision.
     The paper has it in every linear layer; here embedding and head have none.
     Source: Zhai et al. 2023, arXiv 2303.06296, section 3.2; gamma's start and the iteration: ml-sigma-reparam (released code;
-    that the paper has 1 is not verified).
+    which of the two starts the paper's text has could not be read).
     """
 
     needs_whole = True
