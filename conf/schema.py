@@ -8,6 +8,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 from pydantic import Field
 
+from stability.label import named
+
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 ClipBy = Literal["norm", "layer", "value"]
@@ -86,6 +88,7 @@ class Run:
 
 # here, where every process that composes a config comes past, the workers of a sweep too
 ConfigStore.instance().store(name="schema", node=Run)
+OmegaConf.register_new_resolver("named", lambda choices: "_".join(named(choices)), replace=True)
 # cached, so that a run's directory has one name however often it is asked for
 OmegaConf.register_new_resolver("uid", lambda: secrets.token_hex(3), use_cache=True, replace=True)
 

@@ -10,6 +10,9 @@ from stability.records import Run
 UNTOLD = {"name", "threads", "resume", "log_every", "val_every", "save_every", "logger", "recipe"}
 UNTOLD |= {"allow_unstable", "resume_force", "workers", "patience", "probe_every", "picture"}
 
+# of axes that most runs leave alone, the choice that goes without saying
+USUAL = {"stream": "single", "ramp": "none", "scaling": "none", "linear": "plain", "attention": "softmax"}
+
 Facts = dict[str, Any]
 
 
@@ -39,6 +42,12 @@ def label(runs: Sequence[Run], told: Sequence[Facts] | None = None) -> list[str]
         labels = [f"{own} {extra}".strip() if labels.count(own) > 1 or not own else own
                   for own, extra in zip(labels, more, strict=True)]  # fmt: skip
     return labels
+
+
+def named(axes: Mapping[str, str]) -> list[str]:
+    """What a run is called: its norm, placement and residual, and what of `USUAL` is otherwise; a choice of several axes once."""
+    rest = [axis for axis, usual in USUAL.items() if axes[axis] != usual]
+    return list(dict.fromkeys(axes[axis] for axis in ("norm", "placement", "residual", *rest)))
 
 
 def words(facts: Mapping[str, Any]) -> str:

@@ -18,6 +18,7 @@ from model.norm import Norm
 from model.site import Site
 from model.stream import Single
 from model.transformer import Choices, Transformer
+from stability.label import USUAL, named
 from training import device as machine
 from training.flops import flops_per_token
 from training.schedule import Constant
@@ -41,8 +42,6 @@ SHOWN = (
     "schedule",
 )
 ON_STREAM = {"norm", "norm_both", "norm_in", "norm_sum"}  # norms whose input is float32 under bf16-mixed too
-# said where another is chosen
-UNTOLD = {"stream": "single", "ramp": "none", "scaling": "none", "linear": "plain", "attention": "softmax"}
 
 
 def describe(
@@ -59,7 +58,7 @@ def describe(
     """(The lines that a run prints when it starts, the facts that its summary repeats.)"""
     has_norm = any(isinstance(module, Norm) for module in model.modules())
     line = equation(choices, model.depth, has_norm=has_norm, cap=model.sizes.logit_cap, logits=model.head.scale)
-    name = plain["name"] or f"{axes['norm']} {axes['placement']} {axes['residual']}"
+    name = plain["name"] or " ".join(named(axes))
     facts = {
         "name": name,
         "depth": model.depth,
@@ -73,7 +72,7 @@ def describe(
     floor = f", true entropy {tokens.floor:.4f}" if tokens.floor is not None else ""
     rows = {
         "run": f"{name}  ->  {directory}",
-        "choices": "  ".join(f"{axis}={axes[axis]}" for axis in SHOWN if axes[axis] != UNTOLD.get(axis)),
+        "choices": "  ".join(f"{axis}={axes[axis]}" for axis in SHOWN if axes[axis] != USUAL.get(axis)),
         "equation": line,
         "constants": _coefficients(model)
         + (f"  eps = {plain['norm']['eps']:g}" if has_norm and "eps" in plain["norm"] else ""),

@@ -1,5 +1,6 @@
 """Bad command lines: one line that says what is wrong and the way out; nothing that looks fine and is not."""
 
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from conf.output import Output
 from conf.resume import as_overrides
 from conf.schema import AXES, SCALARS
 from conf.sweep import Remember
+from stability.label import USUAL
 from tests.conftest import ROOT, SHARED, config, environment
 
 ROWS = SHARED / "cases" / "bad_overrides.txt"
@@ -329,3 +331,19 @@ def test_an_output_that_lacks_a_letter_goes_on(tmp_path: Path):
         assert output.encoding.lower() == "ascii"
     assert (tmp_path / "ascii").read_text() == "1 ? 2\nmore\n"
     assert (tmp_path / "wide").read_text(encoding="utf-8") == "1 ± 2\nmore\n"
+
+
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        ([], "rmsnorm_pre_standard"),
+        (["stream=hyper", "attention=gated", "ffn=swiglu"], "rmsnorm_pre_standard_hyper_gated"),
+        (["placement=keel", "residual=keel"], "rmsnorm_keel"),
+    ],
+)
+def test_a_directory_is_named_after_what_is_not_usual(words: list[str], name: str):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("config", words, return_hydra_config=True)
+    assert re.fullmatch(rf"runs/[\d-]+_[\d-]+_{name}_[0-9a-f]{{6}}", cfg.hydra.run.dir)
+    usual = defaults()
+    assert all(usual[axis] == choice for axis, choice in USUAL.items())
