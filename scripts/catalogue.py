@@ -15,16 +15,16 @@ import yaml
 from joblib import Parallel, delayed
 
 from conf.resume import quoted
-from stability.records import block_norms
+from stability.records import BLOCK_PARTS, Array, block_norms
 from stability.whole import replace
 
 HERE = Path(__file__).parent
-DEPTHS, TRAINED = (12, 100, 1000), 100
+DEPTHS, TRAINED, RATES = (12, 100, 1000), 100, ("1e-3", "3e-3")
 DESCRIPTION = """\
 Measure each method of scripts/catalogue.yaml at its initialisation (scripts/probe.py, seed 0) at depth 12, 100 and 1,000, and
-train it for 60 steps at depth 100 (train.py). Prints the table that docs/methods.md has. What is done is kept in --out and not
-done again, so that the command goes on where it was stopped; a row whose words have changed is measured anew. All of it takes
-about an hour on two CPU cores (--jobs 2).
+train it for 60 steps at depth 100, at two learning rates (train.py). Prints the table that docs/methods.md has. What is done is
+kept in --out and not done again, so that the command goes on where it was stopped; a row whose words have changed is measured
+anew. All of it takes about an hour and a half on two CPU cores (--jobs 2).
 """
 BEGIN, END = "<!-- table -->\n", "<!-- end of the table -->\n"
 
@@ -49,9 +49,11 @@ def listed() -> tuple[list[str], list[Row]]:
     return found["words"], rows
 
 
-def measure(row: Row, words: Sequence[str], out: Path, depths: Sequence[int], trained: int) -> None:
-    """What of a row is not there yet: `probe.json`, and a run that is over; one that was cut off begins anew, as does a row that
-    was measured with other words (`words.txt`). A command that refuses leaves its line in `refused.txt`."""
+def measure(
+    row: Row, words: Sequence[str], out: Path, depths: Sequence[int], trained: int, rates: Sequence[str]
+) -> None:
+    """What of a row is not there yet: `probe.json`, and for each rate a run that is over; one that was cut off begins anew, as does
+    a row that was measured with other words (`words.txt`). A command that refuses leaves its line in `refused.txt`."""
     place = out / row.folder
     alike = [*words, *row.words]
     asked = f"{' '.join(alike)}: probed at {', '.join(map(str, depths))}, trained at {trained}\n"
@@ -63,11 +65,12 @@ def measure(row: Row, words: Sequence[str], out: Path, depths: Sequence[int], tr
     if not (place / "probe.json").is_file():
         each = " vs ".join(f"model.depth={depth}" for depth in depths).split()
         _run("probe.py", [*alike, "batch=4", ":", *each, "--seeds", "1", "--out", str(place)], place)
-    if _read(place / "run" / "summary.json").get("verdict") in (None, "interrupted", "failed"):
-        shutil.rmtree(place / "run", ignore_errors=True)
-        directory = quoted(place / "run")
-        more = [f"model.depth={trained}", "threads=1", "logger=none", "save_every=0", f"hydra.run.dir={directory}"]
-        _run("../train.py", [*alike, *more], place)
+    for rate in rates:
+        run = place / rate
+        if _read(run / "summary.json").get("verdict") in (None, "interrupted", "failed"):
+            shutil.rmtree(run, ignore_errors=True)
+            more = [f"model.depth={trained}", f"optimizer.lr={rate}", "threads=1", "logger=none", "save_every=0"]
+            _run("../train.py", [*alike, *more, f"hydra.run.dir={quoted(run)}"], place)
 
 
 def _run(script: str, words: Sequence[str], place: Path) -> None:
@@ -78,21 +81,22 @@ def _run(script: str, words: Sequence[str], place: Path) -> None:
         replace(place / "refused.txt", (said[-1] if said else f"exit code {ended.returncode}") + "\n")
 
 
-def table(rows: Sequence[Row], out: Path, depths: Sequence[int]) -> str:
+def table(rows: Sequence[Row], out: Path, depths: Sequence[int], rates: Sequence[str]) -> str:
     """In Markdown. stream: its RMS after the last block over that of the embedding; gradient: of the last block over that of the
-    first; 60 steps: how far the loss ended below the unigram entropy."""
-    spans = " | ".join(f"{what}, {depth:,}" for what in ("stream", "gradient") for depth in depths)
-    lines = [f"| method | words | {spans} | 60 steps |", "|---" * (2 * len(depths) + 3) + "|"]
+    first; at a rate: the verdict, and how far the loss ended below the unigram entropy."""
+    heads = ["method", "words", *(f"{what}, {depth:,}" for what in ("stream", "gradient") for depth in depths)]
+    heads += [f"at {rate}" for rate in rates]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for row in rows:
         place = out / row.folder
         found = _read(place / "probe.json").get("configurations", [])
-        cells = [_number(_growth(one)) for one in found] + [_number(_ratio(one)) for one in found]
+        cells = [_last_over_first(get(one)) for get in (_stream, _gradient) for one in found]
         cells = cells or ["-"] * 2 * len(depths)
         refused = (
             (place / "refused.txt").read_text(encoding="utf-8").strip() if (place / "refused.txt").is_file() else "-"
         )
-        ended = _ended(_read(place / "run" / "summary.json")) or refused
-        lines.append(f"| {row.name} ({row.source}) | `{' '.join(row.words)}` | {' | '.join(cells)} | {ended} |")
+        cells += [_ended(_read(place / rate / "summary.json")) or refused for rate in rates]
+        lines.append(f"| {row.name} ({row.source}) | `{' '.join(row.words)}` | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -101,20 +105,21 @@ def _read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
-def _growth(one: dict[str, Any]) -> float:
-    stream = np.array(one["arrays"]["stream_rms"][0], dtype=np.float64)
-    return float(stream[-1] / stream[0])
+def _stream(one: dict[str, Any]) -> Array:
+    return np.array(one["arrays"]["stream_rms"][0], dtype=np.float64)  # null, what was not finite, becomes nan
 
 
-def _ratio(one: dict[str, Any]) -> float:
-    block = block_norms({key: rows[0] for key, rows in one["grad_norm"].items()})
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return float(block[-1] / block[0])
+def _gradient(one: dict[str, Any]) -> Array:
+    return block_norms({part: np.array(one["grad_norm"][part][0], dtype=np.float64) for part in BLOCK_PARTS})
 
 
-def _number(value: float) -> str:
-    if not np.isfinite(value):
-        return "0/0" if np.isnan(value) else "inf"
+def _last_over_first(values: Array) -> str:
+    first, last = values[0], values[-1]
+    if not np.isfinite(first + last):
+        return "overflow"
+    if first == 0:
+        return "inf" if last else "0/0"
+    value = last / first
     return f"{value:.2f}" if 0.095 <= value < 100 else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
 
 
@@ -135,6 +140,7 @@ def main(arguments: list[str] | None = None, *, depths: Sequence[int] = DEPTHS, 
     parser.add_argument(
         "--out", type=Path, default=Path("runs/catalogue"), metavar="DIR", help="default runs/catalogue"
     )
+    parser.add_argument("--rates", nargs="+", default=RATES, metavar="LR", help=f"default {' '.join(RATES)}")
     parser.add_argument("--jobs", type=int, default=1, help="methods at once; depth 1,000 takes 4 GB each (default 1)")
     parser.add_argument(
         "--write",
@@ -148,12 +154,13 @@ def main(arguments: list[str] | None = None, *, depths: Sequence[int] = DEPTHS, 
     if unknown := sorted(set(asked.only or ()) - {row.name for row in rows}):
         print(f"catalogue.py: --only knows {', '.join(row.name for row in every)}; found {unknown[0]}", file=sys.stderr)
         return 2
-    work = [delayed(measure)(row, [*words, *asked.words], asked.out, depths, trained) for row in rows]
+    work = [delayed(measure)(row, [*words, *asked.words], asked.out, depths, trained, asked.rates) for row in rows]
     Parallel(n_jobs=asked.jobs, prefer="threads", verbose=5)(work)  # each waits for processes of its own
-    print(table(rows, asked.out, depths), end="")
+    print(table(rows, asked.out, depths, asked.rates), end="")
     if asked.write:
         before, _, rest = asked.write.read_text(encoding="utf-8").partition(BEGIN)
-        replace(asked.write, before + BEGIN + table(every, asked.out, depths) + END + rest.partition(END)[2])
+        text = table(every, asked.out, depths, asked.rates)
+        replace(asked.write, before + BEGIN + text + END + rest.partition(END)[2])
     return 0
 
 

@@ -43,7 +43,7 @@ SUMMARY += ("best_val_loss", "final_val_loss", "spike_score", "tokens_per_second
 SUMMARY += ("flops_per_token",)
 
 
-def block_norms(table: Mapping[str, Sequence[float]]) -> Array:
+def block_norms(table: Mapping[str, Sequence[float] | Array]) -> Array:
     """The gradient norm of each block as a whole, from the arrays of its parts: sqrt of the sum of their squares."""
     return np.sqrt(np.sum([np.square(table[part]) for part in BLOCK_PARTS], axis=0))
 
