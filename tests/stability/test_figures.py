@@ -12,12 +12,13 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PolyCollection, QuadMesh
 from matplotlib.colors import LogNorm, to_rgba
+from matplotlib.figure import Figure
 
 from stability import maps
 from stability.curves import over_runs, rolling, smooth_loss, thin, thread
 from stability.figures import PLATES, Plate, plates
 from stability.gather import Entry
-from stability.panel import VERDICTS
+from stability.panel import VERDICTS, log_y
 from stability.records import Run
 
 ENTROPY = 3.2
@@ -467,3 +468,13 @@ def test_a_rolling_extreme(width: int):
     values = np.random.default_rng(0).standard_normal(20)
     expected = [values[max(0, place - width + 1) : place + 1].max() for place in range(20)]
     np.testing.assert_array_equal(rolling(np.fmax, values, width), expected)
+
+
+def test_what_is_flat_looks_flat():
+    """Two numbers at least stand on the axis, and a change of a hundredth is not drawn as large as the panel."""
+    panel = Figure().subplots()
+    panel.plot([1, 2, 3], [0.99, 1.0, 1.0])
+    log_y(panel, "RMS")
+    low, high = panel.get_ylim()
+    assert high / low == pytest.approx(4) and low < 0.99 and high > 1
+    assert sum(low < tick < high for tick in panel.yaxis.get_majorticklocs()) >= 2
