@@ -32,6 +32,7 @@ from conf.check import check, check_hydra, check_network, unlisted
 from conf.explain import explain, own_words, where
 from conf.help import text as help_text
 from conf.output import guarded, logged, silence
+from conf.recipes import settle
 from conf.schema import AXES
 from conf.sweep import PENALTY, Lost, Remember, Sweep, without_schemas
 from stability import sweep as jobs
@@ -121,12 +122,14 @@ def train(
 
     In a `sweep` it takes one thread where none are asked for, and a run that diverged is not taken up again.
     """
+    notes = settle(cfg, axes, overrides)
     plain, axes = check(cfg), {axis: axes.get(axis, "") for axis in AXES}
     if sweep and plain["devices"] * plain["num_nodes"] > 1:
         raise ValueError("devices, num_nodes: a job of a sweep has one device")
     ranks = Ranks(plain["devices"], plain["num_nodes"])
     if not ranks.first:
         _hush()
+    print(*notes, sep="\n", end="\n" * bool(notes), flush=True)
     with Signals() as signals, ranks, resume.claimed(directory) if ranks.first else nullcontext():
         before = resume.recorded(plain, directory) if ranks.first else resume.Before(directory)
         verdict = before.summary.get("verdict")

@@ -20,6 +20,7 @@ import train
 from conf.check import check, check_hydra
 from conf.explain import explain, own_words
 from conf.help import CONF
+from conf.recipes import settle
 from conf.schema import AXES
 from data.tokens import Tokens
 from data.windows import Windows
@@ -125,6 +126,8 @@ class Checked:
         chosen = dict(cfg.hydra.runtime.choices)
         with open_dict(cfg):
             del cfg["hydra"]
+        for note in settle(cfg, chosen, words):
+            print(note)
         self.words, self.plain = words, check(cfg)
         try:
             self.choices, _, corpus = train.check_whole(self.plain, {axis: chosen.get(axis, "") for axis in AXES})

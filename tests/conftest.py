@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 import train
 from conf.check import check, check_network
 from conf.help import CONF, choices
+from conf.recipes import settle
 from conf.sweep import without_schemas
 from model.linear import Linear
 from model.norm import RMSNorm
@@ -42,7 +43,9 @@ def config(*overrides: str) -> tuple[DictConfig, dict[str, str]]:
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         cfg = compose("config", list(overrides), return_hydra_config=True)
     chosen = dict(cfg.hydra.runtime.choices)
-    return DictConfig({key: value for key, value in cfg._content.items() if key != "hydra"}), chosen
+    own = DictConfig({key: value for key, value in cfg._content.items() if key != "hydra"})
+    settle(own, chosen, overrides)
+    return own, chosen
 
 
 @cache

@@ -16,11 +16,12 @@ from omegaconf import OmegaConf, open_dict
 from conf.check import check, check_hydra, check_network, nearest
 from conf.help import choices, defaults, summary, text
 from conf.output import Output
+from conf.recipes import settle
 from conf.resume import as_overrides
 from conf.schema import AXES, SCALARS
 from conf.sweep import Remember
 from stability.label import USUAL
-from tests.conftest import ROOT, SHARED, config, environment
+from tests.conftest import ROOT, SHARED, SMALL, config, environment, plain
 
 ROWS = SHARED / "cases" / "bad_overrides.txt"
 
@@ -347,3 +348,40 @@ def test_a_directory_is_named_after_what_is_not_usual(words: list[str], name: st
     assert re.fullmatch(rf"runs/[\d-]+_[\d-]+_{name}_[0-9a-f]{{6}}", cfg.hydra.run.dir)
     usual = defaults()
     assert all(usual[axis] == choice for axis, choice in USUAL.items())
+
+
+def test_a_recipes_knobs_are_for_its_own_choices():
+    """What it sets for the feed-forward that it chooses is nothing to another, what is typed is, and what it leaves open stays."""
+    assert plain("recipe=gpt2")["ffn"]["activation"] == "gelu_tanh"
+    assert plain("recipe=gpt2", "ffn=swiglu")["ffn"] == plain("ffn=swiglu")["ffn"]
+    assert plain("recipe=gpt2", "norm=dyt", "norm.alpha=0.3")["norm"] == plain("norm=dyt", "norm.alpha=0.3")["norm"]
+    assert plain("recipe=gpt2", "ffn=geglu", "ffn.activation=relu")["ffn"]["activation"] == "relu"
+    assert plain("recipe=gpt2", "ffn.activation=relu")["ffn"]["activation"] == "relu"
+    assert plain("recipe=olmo2", "position=none")["position"] == plain("position=none")["position"]
+    assert plain("recipe=hybrid_norm", "optimizer=sgd")["optimizer"] == plain("optimizer=sgd")["optimizer"]
+    deep = plain("recipe=gpt2", "model=deep", "norm=none")
+    assert deep["model"]["tied"] and deep["model"]["depth"] == 24 and deep["norm"] == plain("norm=none")["norm"]
+
+
+def test_a_recipe_that_builds_on_another_has_its_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe/mine.yaml").write_text(
+        "# @package _global_\n# mine\ndefaults:\n  - gpt2\n  - override /norm: rmsnorm\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config-dir", str(tmp_path)])
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        words = ["recipe=mine", "ffn=swiglu", f"hydra.searchpath=[file://{tmp_path}]"]
+        cfg = compose("config", words, return_hydra_config=True)
+        (note,) = settle(cfg, dict(cfg.hydra.runtime.choices), words)
+    assert note == "recipe=mine has knobs for ffn=gelu, which ffn=swiglu does without"
+    assert cfg.ffn.activation == "silu" and cfg.norm.eps == 1e-5
+
+
+@pytest.mark.slow
+def test_a_sweep_over_a_recipe_trains_what_it_says(tmp_path: Path):
+    words = ["-m", "recipe=gpt2", "ffn=gelu,swiglu", *SMALL, "steps=1", "logger=none", "picture=false", "save_every=0"]
+    ended, _ = command(*words, "data=synthetic", "data.tokens=20000", "hydra.sweep.dir=here", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("recipe=gpt2 has knobs for ffn=gelu, which ffn=swiglu does without") == 1
+    found = [OmegaConf.load(tmp_path / f"here/{job}/config.yaml").ffn.activation for job in (0, 1)]
+    assert found == ["gelu_tanh", "silu"]
