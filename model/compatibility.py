@@ -83,7 +83,7 @@ def _skip_growth(choices: Choices, names: dict[str, str], depth: int, has_norm: 
             f"placement={names['placement']} with residual={names['residual']} and norm={names['norm']} multiplies the "
             f"stream by alpha = {alphas[0]:.4g} at each of {len(bare)} branches that no norm follows, about "
             f"10^{growth:.1f} in all at model.depth={depth} (float32 ends near 10^38.5): use recipe=deepnorm "
-            "(placement=post) or residual=standard"
+            "(placement=post, norm=rmsnorm) or residual=standard"
         )
 
 
@@ -95,7 +95,7 @@ def _profile_without_sum(choices: Choices, names: dict[str, str], depth: int, ha
         yield (
             f"placement={names['placement']} with residual={names['residual']} and norm={names['norm']} sets alpha to what "
             f"has been added so far, at {len(bare)} branches that no norm follows, so that the stream multiplies: use "
-            "placement=post or residual=standard"
+            "placement=post and a norm, or residual=standard"
         )
 
 

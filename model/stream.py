@@ -106,7 +106,9 @@ class Single:
 def not_after_the_sum(places: frozenset[str]) -> str | None:
     """A refusal, for kinds that are post-norm."""
     return (
-        None if places == {"sum"} else "it is defined with a norm after each sum and nowhere else; use placement=post"
+        None
+        if places == {"sum"}
+        else "it is defined with a norm after each sum and nowhere else; use placement=post and a norm"
     )
 
 

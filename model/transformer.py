@@ -128,6 +128,11 @@ class Transformer(nn.Module):
         token = nn.Parameter(torch.empty(vocab, dim))
         ends = {place: norm(dim) if place in choices.placement.ends else nn.Identity() for place in ("embed", "head")}
         unit = choices.linear(1, 1, "write").unit_ends
+        if unit and position.terms:
+            raise ValueError(
+                "linear=unit with position=learned: each token's row has length 1, and a learnt position would outweigh it; "
+                "use position=rotary or none"
+            )
         scale = 1.0 if unit else rms / token_std
         self.embed = Embedding(token, scale, position, ends["embed"], sizes.dropout, sizes.embed_grad)
         self.blocks = nn.ModuleList(_block(layer, choices, sizes, position) for layer in range(1, sizes.depth + 1))

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from joblib import Parallel, delayed
 from conf.resume import quoted
 from stability.records import BLOCK_PARTS, Array, block_norms
 from stability.whole import replace
+from training.signals import Signals
 
 HERE = Path(__file__).parent
 DEPTHS, TRAINED, RATES = (12, 100, 1000), 100, ("1e-3", "3e-3")
@@ -49,60 +51,106 @@ def listed() -> tuple[list[str], list[Row]]:
     return found["words"], rows
 
 
-def measure(
-    row: Row, words: Sequence[str], out: Path, depths: Sequence[int], trained: int, rates: Sequence[str]
-) -> None:
-    """What of a row is not there yet: `probe.json`, and for each rate a run that is over; one that was cut off begins anew, as does
-    a row that was measured with other words (`words.txt`). A command that refuses leaves its line in `refused.txt`."""
-    place = out / row.folder
-    alike = [*words, *row.words]
-    asked = f"{' '.join(alike)}: probed at {', '.join(map(str, depths))}, trained at {trained}\n"
-    kept = place / "words.txt"
-    if not kept.is_file() or kept.read_text(encoding="utf-8") != asked:
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
-        replace(kept, asked)
-    if not (place / "probe.json").is_file():
-        each = " vs ".join(f"model.depth={depth}" for depth in depths).split()
-        _run("probe.py", [*alike, "batch=4", ":", *each, "--seeds", "1", "--out", str(place)], place)
-    for rate in rates:
-        run = place / rate
-        if _read(run / "summary.json").get("verdict") in (None, "interrupted", "failed"):
-            shutil.rmtree(run, ignore_errors=True)
-            more = [f"model.depth={trained}", f"optimizer.lr={rate}", "threads=1", "logger=none", "save_every=0"]
-            _run("../train.py", [*alike, *more, f"hydra.run.dir={quoted(run)}"], place)
+class Commands:
+    """Processes under way. A signal goes on to all of them, and after it none is started."""
+
+    def __init__(self) -> None:
+        self.signals = Signals(self._pass_on)
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def _pass_on(self, number: int) -> None:
+        for process in list(self._running):
+            process.send_signal(number)
+
+    def run(self, script: str, *words: str) -> str | None:
+        """What a command says that refuses or fails; None where it gives an answer."""
+        if self.signals.received:
+            return "stopped"
+        command = [sys.executable, str(HERE / script), *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            self._running.add(process)
+            out, errors = process.communicate()
+            self._running.discard(process)
+        if process.returncode in (0, 3):  # 3: diverged, which is an answer
+            return None
+        said = (errors or out).strip().splitlines()
+        return said[-1] if said else f"exit code {process.returncode}"
 
 
-def _run(script: str, words: Sequence[str], place: Path) -> None:
-    (place / "refused.txt").unlink(missing_ok=True)
-    ended = subprocess.run([sys.executable, str(HERE / script), *words], capture_output=True, text=True)
-    if ended.returncode not in (0, 3):  # 3: diverged, which is an answer
-        said = (ended.stderr or ended.stdout).strip().splitlines()
-        replace(place / "refused.txt", (said[-1] if said else f"exit code {ended.returncode}") + "\n")
+@dataclass(frozen=True)
+class Catalogue:
+    """What is asked of each row, and the directory that keeps what has been measured: for each row `words.txt`, `probe.json`, a
+    run for each rate, and `refused.txt` where a command gave no answer."""
 
+    words: tuple[str, ...]
+    out: Path
+    depths: Sequence[int] = DEPTHS
+    trained: int = TRAINED
+    rates: Sequence[str] = RATES
 
-def table(rows: Sequence[Row], out: Path, depths: Sequence[int], rates: Sequence[str]) -> str:
-    """In Markdown. stream: its RMS after the last block over that of the embedding; gradient: of the last block over that of the
-    first; at a rate: the verdict, and how far the loss ended below the unigram entropy."""
-    heads = ["method", "words", *(f"{what}, {depth:,}" for what in ("stream", "gradient") for depth in depths)]
-    heads += [f"at {rate}" for rate in rates]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for row in rows:
-        place = out / row.folder
-        found = _read(place / "probe.json").get("configurations", [])
-        cells = [_last_over_first(get(one)) for get in (_stream, _gradient) for one in found]
-        cells = cells or ["-"] * 2 * len(depths)
-        refused = (
-            (place / "refused.txt").read_text(encoding="utf-8").strip() if (place / "refused.txt").is_file() else "-"
-        )
-        cells += [_ended(_read(place / rate / "summary.json")) or refused for rate in rates]
-        lines.append(f"| {row.name} ({row.source}) | `{' '.join(row.words)}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    def measure(self, row: Row, commands: Commands) -> None:
+        """What of a row is not there yet; a run that was cut off begins anew, as does a row that was measured with other words."""
+        place = self.out / row.folder
+        if not self._is_of(row):
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(parents=True)
+            replace(place / "words.txt", self._asked(row))
+        alike, failed = [*self.words, *row.words], list[str | None]()
+        if not _read(place / "probe.json"):
+            each = " vs ".join(f"model.depth={depth}" for depth in self.depths).split()
+            failed.append(commands.run("probe.py", *alike, "batch=4", ":", *each, "--seeds", "1", "--out", str(place)))
+        for rate in self.rates:
+            run = place / rate
+            if _read(run / "summary.json").get("verdict") in (None, "interrupted", "failed"):
+                shutil.rmtree(run, ignore_errors=True)
+                more = [
+                    f"model.depth={self.trained}",
+                    f"optimizer.lr={rate}",
+                    "threads=1",
+                    "logger=none",
+                    "save_every=0",
+                ]
+                failed.append(commands.run("../train.py", *alike, *more, f"hydra.run.dir={quoted(run)}"))
+        (place / "refused.txt").unlink(missing_ok=True)
+        if whys := [why for why in failed if why]:
+            replace(place / "refused.txt", f"{whys[0]}\n")
+
+    def refused(self, row: Row) -> str | None:
+        """Why a row lacks something, where a command said so."""
+        path = self.out / row.folder / "refused.txt"
+        return path.read_text(encoding="utf-8").strip() if path.is_file() and self._is_of(row) else None
+
+    def table(self, rows: Sequence[Row]) -> str:
+        """In Markdown. stream: its RMS after the last block over that of the embedding; gradient: of the last block over that of the
+        first; at a rate: the verdict, and how far the loss ended below the unigram entropy."""
+        heads = ["method", "words", *(f"{what}, {n:,}" for what in ("stream", "gradient") for n in self.depths)]
+        heads += [f"at {rate}" for rate in self.rates]
+        lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+        for row in rows:
+            place, there = self.out / row.folder, self._is_of(row)
+            found = _read(place / "probe.json").get("configurations", []) if there else []
+            cells = [_last_over_first(get(one)) for get in (_stream, _gradient) for one in found]
+            cells = cells or ["-"] * 2 * len(self.depths)
+            summaries = [_read(place / rate / "summary.json") if there else {} for rate in self.rates]
+            cells += [_ended(summary) or self.refused(row) or "-" for summary in summaries]
+            lines.append(f"| {row.name} ({row.source}) | `{' '.join(row.words)}` | {' | '.join(cells)} |")
+        return "\n".join(lines) + "\n"
+
+    def _asked(self, row: Row) -> str:
+        depths = ", ".join(map(str, self.depths))
+        return f"{' '.join([*self.words, *row.words])}: probed at {depths}, trained at {self.trained}\n"
+
+    def _is_of(self, row: Row) -> bool:
+        """Whether what is kept of a row was measured with these words."""
+        path = self.out / row.folder / "words.txt"
+        return path.is_file() and path.read_text(encoding="utf-8") == self._asked(row)
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Of a JSON file; empty where it is not there."""
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    """Of a JSON file; empty where it is not there, or no such file."""
+    with suppress(FileNotFoundError, ValueError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    return {}
 
 
 def _stream(one: dict[str, Any]) -> Array:
@@ -151,17 +199,41 @@ def main(arguments: list[str] | None = None, *, depths: Sequence[int] = DEPTHS, 
     asked = parser.parse_intermixed_args(arguments)
     words, every = listed()
     rows = [row for row in every if not asked.only or row.name in asked.only]
-    if unknown := sorted(set(asked.only or ()) - {row.name for row in rows}):
-        print(f"catalogue.py: --only knows {', '.join(row.name for row in every)}; found {unknown[0]}", file=sys.stderr)
+    try:
+        if unknown := sorted(set(asked.only or ()) - {row.name for row in rows}):
+            raise ValueError(f"--only knows {', '.join(row.name for row in every)}; found {unknown[0]}")
+        if asked.jobs < 1:
+            raise ValueError(f"--jobs must be >= 1, found {asked.jobs}")
+        asked.out.mkdir(parents=True, exist_ok=True)
+        around = _around(asked.write) if asked.write else None
+    except (ValueError, OSError) as error:
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"catalogue.py: {said}", file=sys.stderr)
         return 2
-    work = [delayed(measure)(row, [*words, *asked.words], asked.out, depths, trained, asked.rates) for row in rows]
-    Parallel(n_jobs=asked.jobs, prefer="threads", verbose=5)(work)  # each waits for processes of its own
-    print(table(rows, asked.out, depths, asked.rates), end="")
-    if asked.write:
-        before, _, rest = asked.write.read_text(encoding="utf-8").partition(BEGIN)
-        text = table(every, asked.out, depths, asked.rates)
-        replace(asked.write, before + BEGIN + text + END + rest.partition(END)[2])
-    return 0
+    catalogue, commands = Catalogue((*words, *asked.words), asked.out, depths, trained, asked.rates), Commands()
+    with commands.signals as signals:  # each thread waits for processes of its own
+        Parallel(n_jobs=asked.jobs, prefer="threads", verbose=5)(
+            delayed(catalogue.measure)(row, commands) for row in rows
+        )
+    if signals.received:
+        print("catalogue.py: stopped; the same command goes on", file=sys.stderr)
+        return 128 + signals.received
+    print(catalogue.table(rows), end="")
+    if around:
+        replace(asked.write, f"{around[0]}{BEGIN}{catalogue.table(every)}{END}{around[1]}")
+    refused = {row.name: why for row in rows if (why := catalogue.refused(row))}
+    for name, why in refused.items():
+        print(f"catalogue.py: {name}: {why}", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def _around(path: Path) -> tuple[str, str]:
+    """What stands before and behind the marks of a file."""
+    before, begin, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"--write {path}: it needs a line {BEGIN.strip()} and, below, a line {END.strip()}")
+    return before, after
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ TOGETHER = 2**24  # elements of equal matrices that are worked on at a time: 64 
 
 def orthogonal(x: Tensor, steps: int) -> Tensor:
     """About U V^T of each matrix x = U S V^T, (..., rows, columns) to the same, by `steps` of X <- a X + (b A + c A^2) X with
-    A = X X^T, from X = x / ||x||_F. It brings singular values between 0.7 and 1.2, not to 1: a is as large as that allows, so
-    that small ones grow fastest.
+    A = X X^T, from X = x / (||x||_F + 1e-7). It brings singular values between 0.7 and 1.2, not to 1: a is as large as that
+    allows, so that small ones grow fastest. Of an x that has all but vanished, ||x||_F well below 1e-7, less is left.
 
     In bfloat16 on a device, where it is stable and fast, in x's own precision on a CPU.
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (blog and code).
