@@ -19,7 +19,7 @@ def settle(cfg: DictConfig, axes: dict[str, str], words: Sequence[str]) -> list[
     Hydra composes a recipe behind the choices, and merges its knobs into any of them.
     """
     made = _choices(axes.get("recipe") or "none")
-    others = [axis for axis, choice in made.items() if axes[axis] != choice]
+    others = [axis for axis, choice in made.items() if axes.get(axis) not in (choice, None)]
     if not others:
         return []
     kept = [word for word in words if not word.startswith(("recipe=", "~"))]

@@ -33,7 +33,7 @@ class StudySweeper(BasicSweeper):
         self, overrides: list[Override], max_batch_size: int | None
     ) -> list[list[list[str]]]:
         assert Remember.sweep is not None
-        here = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(str(Remember.sweep.directory))}", *self._launcher()]
+        here = [*self._launcher(), "hydra.mode=MULTIRUN", f"hydra.sweep.dir={_quoted(str(Remember.sweep.directory))}"]
         words = [[*job.words, *here, f"hydra.sweep.subdir={_quoted(job.name)}"] for job in Remember.sweep.points]
         return list(self.split_overrides_to_chunks(words, max_batch_size))
 

@@ -46,8 +46,8 @@ def label(runs: Sequence[Run], told: Sequence[Facts] | None = None) -> list[str]
 
 def named(axes: Mapping[str, str]) -> list[str]:
     """What a run is called: its norm, placement and residual, and what of `USUAL` is otherwise; a choice of several axes once."""
-    rest = [axis for axis, usual in USUAL.items() if axes[axis] != usual]
-    return list(dict.fromkeys(axes[axis] for axis in ("norm", "placement", "residual", *rest)))
+    rest = [axis for axis, usual in USUAL.items() if axes.get(axis) != usual]
+    return list(dict.fromkeys(axes[axis] for axis in ("norm", "placement", "residual", *rest) if axes.get(axis)))
 
 
 def words(facts: Mapping[str, Any]) -> str:

@@ -293,7 +293,7 @@ def test_words_that_a_study_would_not_look_at_are_refused(words: list[str], said
         ("study=a,b", "study=a,b: one study at a time"),
         ("+study=choice(a,b)", "+study=choice(a,b): one study at a time"),
         ("study=[a,b]", "study=[a,b]: one study at a time"),
-        ("study=_base", "study=_base is no choice of study; choose from at_init, "),
+        ("study=_base", "study=_base is no choice of study; choose from adam_rate, at_init, "),
     ],
 )
 def test_a_study_is_one_of_its_choices(word: str, said: str):
@@ -337,11 +337,17 @@ def test_the_first_run_of_each_arm_is_composed_before_anything_is_written(
         [],
         object.__new__(StudySweeper),
     )  # Hydra loads plugins anew: its base is not the one imported here
+    sweeper.config = OmegaConf.create(
+        {"hydra": {"overrides": {"hydra": []}, "runtime": {"choices": {"hydra/launcher": "joblib"}}}}
+    )
     base = StudySweeper.__mro__[1]
     monkeypatch.setattr(base, "validate_batch_is_legal", lambda _, batch: composed.extend(batch))
     monkeypatch.setattr(base, "sweep", lambda *_: None)
     sweeper.sweep([])
-    assert sorted(composed) == [["seed=0", "norm=rmsnorm"], ["seed=1", "norm=layernorm"]]
+    assert sorted(composed) == [
+        ["seed=0", "norm=rmsnorm", "hydra/launcher=joblib"],
+        ["seed=1", "norm=layernorm", "hydra/launcher=joblib"],
+    ]
     (batch,) = sweeper.split_arguments([], None)
     read = OverridesParser.create().parse_overrides(batch[2])
     assert [word.value() for word in read[-2:]] == [str(sweep.directory), "b_seed=1"]

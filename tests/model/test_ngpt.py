@@ -190,3 +190,8 @@ def test_what_cannot_be_is_said_in_one_line():
     axes = {"norm": "rmsnorm", "placement": "pre", "init": "xavier"} | names
     (line,) = refusals(built, axes, Sizes(8, 16, 2, 8))
     assert "0.25 times as large, which linear=unit undoes" in line
+
+
+def test_a_learnt_position_is_no_match_for_unit_rows():
+    with pytest.raises(ValueError, match=r"linear=unit with position=learned: .* use position=rotary or none"):
+        network("linear=unit", "optimizer.weight_decay=0", "position=learned")

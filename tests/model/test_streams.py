@@ -394,10 +394,10 @@ def test_what_a_stream_learns_counts_as_residual_or_head(kind: str):
 @pytest.mark.parametrize(
     "kind, others, said",
     [
-        ("b2t", ["placement=pre"], "use placement=post"),
-        ("span", ["placement=peri"], "use placement=post"),
-        ("dual", ["placement=mix"], "use placement=post"),
-        ("dual", ["placement=post", "norm=none"], "use placement=post"),
+        ("b2t", ["placement=pre"], "use placement=post and a norm"),
+        ("span", ["placement=peri"], "use placement=post and a norm"),
+        ("dual", ["placement=mix"], "use placement=post and a norm"),
+        ("dual", ["placement=post", "norm=none"], "use placement=post and a norm"),
         ("siamese", ["placement=post", "residual=learned_scalars"], "use residual=standard"),
         ("hyper", ["placement=post"], "use placement=pre"),
         ("hyper_static", ["residual=learned_scalars"], "use residual=standard"),
