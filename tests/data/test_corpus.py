@@ -126,8 +126,9 @@ def test_json_lines_need_an_encoding_whose_lines_are_bytes(tmp_path, encoding: s
             list(corpus.documents())
 
 
-def test_the_encoding_can_be_given():
-    (text,) = read(paths=[str(CASES / "latin1.txt")], encoding="latin-1")
+def test_the_encoding_can_be_given(tmp_path: Path):
+    (tmp_path / "latin1.txt").write_bytes("café naïve\n".encode("latin-1"))
+    (text,) = read(paths=[str(tmp_path / "latin1.txt")], encoding="latin-1")
     assert text.startswith("café naïve")
     refusal(lambda: Files(paths=["x"], encoding="utf-9"), "data.encoding", "utf-9")
 
