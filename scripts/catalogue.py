@@ -176,7 +176,7 @@ def _ended(summary: dict[str, Any]) -> str:
     if not summary or summary["final_loss"] is None:
         return f"**{summary['verdict']}**" if summary else ""
     words = "trains" if summary["verdict"] in ("stable", "spiky") else f"**{summary['verdict']}**"
-    return f"{words}, {summary['unigram_entropy'] - summary['final_loss']:+.2f}"
+    return f"{words}, {round(summary['unigram_entropy'] - summary['final_loss'], 2) + 0.0:+.2f}"  # + 0.0: no -0.00
 
 
 def main(arguments: list[str] | None = None, *, depths: Sequence[int] = DEPTHS, trained: int = TRAINED) -> int:
