@@ -45,14 +45,15 @@ def mark(places: Array | NDArray[np.int64]) -> str:
 
 def log_y(panel: Axes, text: str, norms: Sequence[Array] = ()) -> str:
     """A log axis, of `norms` that span too much with their `decades` alone. What that cuts off is added to the text, and
-    returned. One that spans less than a factor of 4 is widened to that: what is flat should look flat, and two labels stand on it."""
+    returned. One that spans less than a factor of 5 is widened to that: what is flat should look flat, and two of the labels 1, 2, 5
+    stand on it, wherever it is."""
     panel.set_yscale("log")
     if limits := decades(norms):
         panel.set_ylim(limits[0] / 1.5, limits[1] * 1.5)
     low, high = panel.get_ylim()
-    if high < 4 * low:
+    if high < 5 * low:
         middle = sqrt(low) * sqrt(high)
-        panel.set_ylim(middle / 2, middle * 2)
+        panel.set_ylim(middle / sqrt(5), middle * sqrt(5))
     cut = cut_off(norms, limits)
     cut = f"\n{cut}" if cut else ""
     panel.set_ylabel(text and text + cut, fontsize=11)

@@ -470,11 +470,12 @@ def test_a_rolling_extreme(width: int):
     np.testing.assert_array_equal(rolling(np.fmax, values, width), expected)
 
 
-def test_what_is_flat_looks_flat():
+@pytest.mark.parametrize("level", [1.0, 2.3, 3.2, 4.2, 7.1])
+def test_what_is_flat_looks_flat(level: float):
     """Two numbers at least stand on the axis, and a change of a hundredth is not drawn as large as the panel."""
     panel = Figure().subplots()
-    panel.plot([1, 2, 3], [0.99, 1.0, 1.0])
+    panel.plot([1, 2, 3], [0.99 * level, level, level])
     log_y(panel, "RMS")
     low, high = panel.get_ylim()
-    assert high / low == pytest.approx(4) and low < 0.99 and high > 1
+    assert high / low == pytest.approx(5) and low < 0.99 * level and high > level
     assert sum(low < tick < high for tick in panel.yaxis.get_majorticklocs()) >= 2
