@@ -67,7 +67,10 @@ class Commands:
         if self.signals.received:
             return "stopped"
         command = [sys.executable, str(HERE / script), *words]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        # in a group of its own: a terminal's Ctrl-C would reach it twice, and the second one ends a run in mid-step
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+        ) as process:
             self._running.add(process)
             out, errors = process.communicate()
             self._running.discard(process)

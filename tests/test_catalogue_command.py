@@ -1,6 +1,7 @@
 """The table of all methods: each choice has its row, and a row is measured once."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -121,15 +122,17 @@ def test_what_is_wrong_is_said_before_anything_is_measured(
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_what_is_under_way_and_the_next_call_goes_on(tmp_path: Path, number: int):
+    """To its whole group of processes, as a terminal sends it: each run is told once."""
     words = [*SMALL, "data=synthetic", "data.tokens=20000", "steps=100000", "--only", "Pre-LN", "--jobs", "2"]
     command = [sys.executable, str(ROOT / "scripts/catalogue.py"), *words, "--out", str(tmp_path / "kept")]
     process = subprocess.Popen(
-        command, env=environment(tmp_path / "cache"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        command, env=environment(tmp_path / "cache"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        process_group=0,
+    )  # fmt: skip
     record = tmp_path / "kept/Pre-LN/1e-3/metrics.jsonl"
     while not record.is_file() and process.poll() is None:
         time.sleep(0.1)
-    process.send_signal(number)
+    os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=60)
     assert (
         process.returncode == 128 + number
